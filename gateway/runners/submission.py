@@ -7,7 +7,7 @@ from contract.flows import Cascade, Route
 from contract.function_types import Quote, Submission, TenantLimits
 from contract.jobs import Job
 from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, bad_request, to_api_error
-from gateway.runners.flows.calls import FlowCall, FlowCalls, MemberFailed
+from gateway.runners.flows.calls import MemberFailed, ModelCall, ModelCalls
 from gateway.runners.flows.kinds import chosen_call, first_calls
 from gateway.state import Gateway
 
@@ -27,7 +27,7 @@ async def check_first_calls(gateway: Gateway, job: Job, submission: Submission) 
 
 async def quote_first_calls(gateway: Gateway, job: Job, submission: Submission) -> Quote:
     """The quote of the first call that could begin; of several, the latest. Raises ApiError."""
-    calls = FlowCalls(
+    calls = ModelCalls(
         gateway,
         job,
         lane=job.lane,
@@ -57,7 +57,7 @@ async def quote_first_calls(gateway: Gateway, job: Job, submission: Submission) 
     return max(admitted or quotes, key=lambda quote: quote.position.eta_s or 0.0)
 
 
-async def _quote(calls: FlowCalls, call: FlowCall, submission: Submission) -> Quote:
+async def _quote(calls: ModelCalls, call: ModelCall, submission: Submission) -> Quote:
     job, own = await calls.prepare(call)
     own = replace(own, limits=TenantLimits(), needs_worker=submission.needs_worker)
     if job.flow is not None:

@@ -50,7 +50,7 @@ Event = Callable[..., dict[str, Any]]
 async def test_a_completion_is_answered_whole(
     event: Event, invoke: Invoke, worker: FakeWorker
 ) -> None:
-    """As text, with its headers, in the format of the calling API."""
+    """As text, with its headers, in the format of the gateway_client API."""
     answer = await invoke(event("POST", "/v1/completions", COMPLETION))
 
     assert answer["statusCode"] == 200

@@ -6,16 +6,17 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
 
+from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
@@ -70,16 +71,6 @@ def running_gateway(settings: GatewaySettings, *, port: int = 0) -> Iterator[str
         assert not thread.is_alive()
 
 
-@asynccontextmanager
-async def calling(
-    redis_url: str, headers: dict[str, str] | None = None, **overrides: object
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that runs as long."""
-    with running_gateway(make_settings(redis_url, **overrides)) as url:
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as client:
-            yield client
-
-
 @contextmanager
 def gateway_process(redis_url: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A gateway that can be killed, and its URL."""
@@ -99,6 +90,68 @@ def gateway_process(redis_url: str, **environ: str) -> Iterator[tuple[subprocess
             yield process, f"http://{host}:{port}"
         finally:
             process.kill()
+
+
+@asynccontextmanager
+async def gateway_client(
+    redis_url: str, headers: dict[str, str] | None = None, **settings: object
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway of its own with these settings."""
+    with running_gateway(make_settings(redis_url, **settings)) as url:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as client:
+            yield client
+
+
+Gateways = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def gateways(redis_server: EmbeddedRedis) -> Gateways:
+    """Runs a gateway with the settings that a test gives, and yields its client."""
+    return partial(gateway_client, redis_server.url)
+
+
+Bearer = Callable[..., Awaitable[dict[str, str]]]
+
+
+@pytest.fixture
+def bearer(redis_client: redis.asyncio.Redis, keys: Keys) -> Bearer:
+    """Makes a key of a tenant; returns the header that has it."""
+
+    async def created(tenant: str = "acme", **terms: Any) -> dict[str, str]:
+        key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant=tenant, **terms))
+        return {"authorization": f"Bearer {key}"}
+
+    return created
+
+
+async def answered(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], **more: object
+) -> dict[str, Any]:
+    """The answer, with status 200, to a body with more fields."""
+    answer = await http.post(path, json=body | more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    """Status, parameter and code of a refusal, which has OpenAI's format."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"], error["code"]
+
+
+async def until_listed(
+    http: httpx.AsyncClient, wanted: Set[str], unwanted: Set[str] = frozenset()
+) -> None:
+    """Returns once the list of models, which may be a second old, is as wanted."""
+
+    async def is_so() -> bool:
+        listed = {model["id"] for model in (await http.get("/v1/models")).json()["data"]}
+        return wanted <= listed and not unwanted & listed
+
+    await until(is_so, 20)
 
 
 @pytest.fixture(scope="session")
@@ -128,15 +181,6 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
     await end_tasks(task)
 
 
-async def until_known(http: httpx.AsyncClient, model: str) -> None:
-    """Returns once the gateway knows a published model; it reads the cards once a second."""
-
-    async def is_known() -> bool:
-        return (await http.get(f"/v1/models/{model}")).status_code == 200
-
-    await until(is_known)
-
-
 Serving = Callable[[str], Awaitable[FakeWorker]]
 
 
@@ -148,7 +192,7 @@ async def serving(
     await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
     for name in CARDS:
         await publish_vector_model(redis_client, keys, name)
-    await until_known(http, name)
+    await until_listed(http, {*CARDS})
     tasks = []
 
     async def start(model: str) -> FakeWorker:

@@ -16,7 +16,7 @@ from contract.telemetry.metrics_reader import MetricsSamples, look
 from infra.embedded_redis import EmbeddedRedis
 from infra.top_screen import screen
 from tests.fleet import until
-from tests.gateway.conftest import calling
+from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.streams import events_of
 
@@ -44,14 +44,14 @@ async def http(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway that starts with an empty Redis."""
     models = (MODEL, "second")
-    async with calling(redis_server.url, declared_models=models, console=True) as client:
+    async with gateway_client(redis_server.url, declared_models=models, console=True) as client:
         yield client
 
 
 @pytest.fixture
 async def plain(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway without declared models."""
-    async with calling(redis_server.url) as client:
+    async with gateway_client(redis_server.url) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
-from tests.gateway.conftest import calling
+from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ NO_RESPONSE = "/v1/responses/resp_0-" + "0" * 32
 @pytest.fixture
 async def fresh(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway with an empty cache of keys."""
-    async with calling(redis_server.url) as client:
+    async with gateway_client(redis_server.url) as client:
         yield client
 
 
@@ -219,7 +219,7 @@ async def test_the_operator_s_own_key_works_beside_those_in_redis(
 ) -> None:
     """BATCHWAY_API_KEY belongs to the default tenant and permits everything."""
     own = {"authorization": "Bearer a-key-of-the-operator"}
-    async with calling(redis_server.url, api_key="a-key-of-the-operator") as http:
+    async with gateway_client(redis_server.url, api_key="a-key-of-the-operator") as http:
         made = await bearer(api_keys)
         answers = [await http.post("/v1/jobs", json=JOB, headers=h) for h in (own, made)]
     assert [answer.status_code for answer in answers] == [202, 202]
@@ -233,7 +233,7 @@ async def test_a_key_under_another_pepper_is_invalid(
     """Without the pepper, writing to Redis does not create a valid key."""
     planted = await bearer(ApiKeys(redis_client, keys))
     real = await bearer(ApiKeys(redis_client, keys, Pepper(b"the operator's pepper")))
-    async with calling(redis_server.url, key_pepper="the operator's pepper") as http:
+    async with gateway_client(redis_server.url, key_pepper="the operator's pepper") as http:
         assert code(await http.get("/v1/models", headers=planted)) == (401, "invalid_api_key")
         assert (await http.get("/v1/models", headers=real)).status_code == 200
 
@@ -265,7 +265,7 @@ async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None
 
 async def test_keys_are_rejected_while_redis_is_away() -> None:
     """503, because the gateway cannot check the key."""
-    async with calling("redis://127.0.0.1:1") as http:
+    async with gateway_client("redis://127.0.0.1:1") as http:
         for headers in ({}, {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}):
             answer = await http.get("/v1/models", headers=headers)
             assert code(answer) == (503, "broker_unavailable")
@@ -275,7 +275,7 @@ async def test_keys_can_be_required_before_one_exists(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Beyond loopback, an empty Redis does not open the gateway."""
-    async with calling(redis_server.url, require_key=True) as http:
+    async with gateway_client(redis_server.url, require_key=True) as http:
         assert code(await http.get("/v1/models")) == (401, "invalid_api_key")
 
 
@@ -360,7 +360,7 @@ async def test_tokens_of_the_lane_batch_count_less_in_a_key_s_limit(
     await worker.client.set(TEST_CLOCK, "=1700000000000")
     headers = await bearer(api_keys, tokens_per_minute=1000)
     body = BODY | {"prompt": "x" * 30, "max_tokens": 30, "service_tier": tier}
-    async with calling(redis_server.url, headers, batch_price=0.5) as http:
+    async with gateway_client(redis_server.url, headers, batch_price=0.5) as http:
         answer = await http.post("/v1/completions", json=body)
         job = (await http.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
     usage = {"prompt_tokens": 30, "completion_tokens": 13, "total_tokens": 43}

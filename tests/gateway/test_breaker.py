@@ -10,7 +10,7 @@ from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
 from contract.keys import Keys
 from gateway.redis.shards import Breaker
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import calling
+from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, live_worker, says
 
 BODY = {"model": MODEL, "prompt": "ab"}
@@ -55,7 +55,7 @@ async def test_a_full_memory_refuses_calls_while_running_ones_end() -> None:
     with EmbeddedRedis() as own_redis:
         client = connect(own_redis.url, keys)
         worker = await live_worker(client)
-        async with calling(own_redis.url) as http:
+        async with gateway_client(own_redis.url) as http:
             stream = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
             claimed = await worker.claim()
             used = (await client.info("memory"))["used_memory"]

@@ -30,7 +30,7 @@ from gateway.routes.requests import GuardedRoute
 from gateway.settings import GatewaySettings
 from gateway.turns import Owner, current_owner, work_for
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import calling
+from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -140,7 +140,7 @@ async def test_a_spent_limit_refuses_what_submits_work_and_nothing_else(
         KeyTerms(tenant="acme", requests_per_minute=1)
     )
     headers, seen = {"content-type": "application/json"}, set()
-    async with calling(redis_server.url, {"x-api-key": key}, console=True) as http:
+    async with gateway_client(redis_server.url, {"x-api-key": key}, console=True) as http:
         body = {"model": MODEL, "prompt": "ab"}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         for method, path, route in routes(app_with_key(console=True)):

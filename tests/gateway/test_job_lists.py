@@ -12,7 +12,7 @@ from contract.functions import Functions
 from contract.keys import Keys, new_job_id
 from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import make_submission
-from tests.gateway.conftest import openapi_document, until_known
+from tests.gateway.conftest import openapi_document, until_listed
 from tests.gateway.fake_worker import MODEL, FakeWorker, job_of_one, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -141,7 +141,7 @@ async def test_jobs_of_an_operators_lane_are_found(
     await publish_model(redis_client, keys)  # gateways remember cards for a second
     await publish_model(redis_client, keys, "nocturnal", lanes=("nightly",))
     await FakeWorker(functions, model="nocturnal").beat()
-    await until_known(http, "nocturnal")
+    await until_listed(http, {"nocturnal"})
     body = {"model": "nocturnal", "prompt": "ab", "max_tokens": 4}
     job_id = await submit(http, body=body, lane="nightly")
     assert ids(await listed(http, lane="nightly")) == [job_id]

@@ -20,7 +20,7 @@ from gateway.redis.hints import Hints
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
-from tests.gateway.conftest import calling, make_settings
+from tests.gateway.conftest import gateway_client, make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, job_of_one, says, until_followers
 from tests.streams import events_of, whole_stream
 
@@ -83,7 +83,7 @@ async def test_hints_arrive_without_waiting_for_a_poll(
     redis_server: EmbeddedRedis, idle_worker: FakeWorker
 ) -> None:
     """The call ends although polls are an hour apart."""
-    async with calling(redis_server.url, poll_s=3600.0) as http:
+    async with gateway_client(redis_server.url, poll_s=3600.0) as http:
         call = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await idle_worker.run(await idle_worker.claim(), says("a", "b"))
         assert (await call).json()["choices"][0]["text"] == "ab"
@@ -110,7 +110,7 @@ async def test_a_slow_reader_gets_every_byte(
     """What exceeds all buffers stays in the log until it is read."""
     monkeypatch.setattr(GatewaySettings, "max_buffer_bytes", 10_000)
     job = {"endpoint": "/v1/completions", "body": BODY | {"max_tokens": 500}}
-    async with calling(redis_server.url) as http:
+    async with gateway_client(redis_server.url) as http:
         job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
         async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
             # 400 events of 1 kB, none of them read yet: far over the 10 kB of hints.

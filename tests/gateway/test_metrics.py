@@ -19,7 +19,7 @@ from gateway.aws.environment import load_settings
 from gateway.http.metrics import MAX_TENANTS, EmbeddedMetrics, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import calling, make_settings
+from tests.gateway.conftest import gateway_client, make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, job_of_one, publish_model
 from tests.streams import whole_stream
 from tests.telemetry.test_exactness import page_of, summed
@@ -55,7 +55,7 @@ async def test_refusals_are_counted_by_reason(
     redis_server: EmbeddedRedis, idle_worker: FakeWorker
 ) -> None:
     """By the reason that the caller gets."""
-    async with calling(redis_server.url, lane_bound_tokens=1) as http:
+    async with gateway_client(redis_server.url, lane_bound_tokens=1) as http:
         refused = await http.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
         shown = await page_of(http)
@@ -106,7 +106,7 @@ async def test_metrics_of_the_fleet_need_a_scope(
     store = ApiKeys(redis_client, Keys("with-keys"), None)
     ordinary, _ = await store.create(KeyTerms(tenant="t"))
     scraper, _ = await store.create(KeyTerms(tenant="ops", scopes=(Scope.METRICS,)))
-    async with calling(redis_server.url, namespace="with-keys") as http:
+    async with gateway_client(redis_server.url, namespace="with-keys") as http:
 
         async def status(path: str, key: str | None) -> int:
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -122,7 +122,7 @@ async def test_a_gateway_without_redis_serves_its_own_metrics() -> None:
     """Its own counts, and that the broker is down, for the one key that needs no Redis."""
     key = "0123456789abcdef"
     headers = {"authorization": f"Bearer {key}"}
-    async with calling("redis://127.0.0.1:1", headers, api_key=key) as http:
+    async with gateway_client("redis://127.0.0.1:1", headers, api_key=key) as http:
         await http.get("/livez")
         shown = await page_of(http)
     assert summed(shown, "broker_up") == 0
@@ -166,7 +166,7 @@ async def test_a_scrape_before_any_model_hides_no_later_model(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
     """A gateway that was scraped without any model accepts jobs for the first one at once."""
-    async with calling(redis_server.url) as http:
+    async with gateway_client(redis_server.url) as http:
         assert "batchway_workers{" not in (await http.get("/metrics")).text
         await publish_model(redis_client, keys)
         await FakeWorker(functions).beat()
@@ -261,7 +261,7 @@ async def test_a_call_writes_metrics_to_standard_output(
         return [json.loads(line) for line in capfd.readouterr().out.splitlines() if "_aws" in line]
 
     await publish_model(redis_client, keys)
-    async with calling(redis_server.url, embedded_metrics=True) as http:
+    async with gateway_client(redis_server.url, embedded_metrics=True) as http:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 503
         assert any("RefusedNoWorkers" in line for line in lines())
         worker = FakeWorker(functions)

@@ -17,7 +17,7 @@ from contract.model_cards import Capabilities, GenerationDefaults, ModelCard
 from gateway.prepare.generation import sampling_params
 from gateway.prepare.schemas import CompletionBody
 from tests.fleet import until
-from tests.gateway.conftest import until_known
+from tests.gateway.conftest import until_listed
 from tests.gateway.fake_worker import FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -90,7 +90,7 @@ async def cool(
     can = Capabilities(prompt_logprobs=False, resume="distribution")
     await publish_model(redis_client, keys, MODEL, generation=OWN, capabilities=can)
 
-    await until_known(http, MODEL)
+    await until_listed(http, {MODEL})
     worker = FakeWorker(functions, MODEL)
     await worker.beat()
     task = asyncio.create_task(worker.serve())

@@ -5,7 +5,7 @@ each response must be one that it announces.
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import httpx
@@ -126,19 +126,22 @@ def url(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -
         yield url
 
 
+def made(url: str, path: str, *bodies: Any) -> list[str]:
+    """Ids of what these calls make, and of none."""
+    return [*(httpx.post(url + path, json=body).json()["id"] for body in bodies), "no id"]
+
+
 def some_job_ids(url: str) -> list[str]:
     """Ids of running jobs, of an ended one, and of none."""
-    job = {"endpoint": "/v1/completions", "body": CALL}
-    known = [httpx.post(f"{url}/v1/jobs", json=job).json()["id"] for _ in range(3)]
-    httpx.get(f"{url}/v1/jobs/{known[0]}/events", timeout=20)  # to its end
-    return [*known, new_job_id(), "no id"]
+    ids = made(url, "/v1/jobs", *[{"endpoint": "/v1/completions", "body": CALL}] * 3)
+    httpx.get(f"{url}/v1/jobs/{ids[0]}/events", timeout=20)  # to its end
+    return [*ids, new_job_id()]
 
 
 def some_response_ids(url: str) -> list[str]:
     """Ids of responses in the background, and of none."""
     asked = {"model": MODEL, "input": "a", "background": True, "max_output_tokens": 8}
-    known = [httpx.post(f"{url}/v1/responses", json=asked).json()["id"] for _ in range(3)]
-    return [*known, "no id"]
+    return made(url, "/v1/responses", *[asked] * 3)
 
 
 def some_file_ids(url: str) -> list[str]:
@@ -150,30 +153,18 @@ def some_file_ids(url: str) -> list[str]:
 
 def some_batch_ids(url: str) -> list[str]:
     """Ids of a batch, and of none."""
-    body = {
-        "input_file_id": some_file_ids(url)[0],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    return [httpx.post(f"{url}/v1/batches", json=body).json()["id"], "no id"]
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    return made(url, "/v1/batches", asked | {"input_file_id": some_file_ids(url)[0]})
 
 
 def some_upload_ids(url: str) -> list[str]:
     """Ids of uploads without bytes and with some, and of none."""
-    body = {"purpose": "batch", "filename": "a.jsonl", "mime_type": "text/plain"}
-    asked = [body | {"bytes": num_bytes} for num_bytes in (0, 10**6, 10**6)]
-    known = [httpx.post(f"{url}/v1/uploads", json=each).json()["id"] for each in asked]
-    return [*known, "no id"]
+    asked = {"purpose": "batch", "filename": "a.jsonl", "mime_type": "text/plain"}
+    return made(url, "/v1/uploads", *(asked | {"bytes": size} for size in (0, 10**6, 10**6)))
 
 
-def some_operation_ids(url: str) -> list[str]:
-    """Ids of an operation, and of none."""
-    body = {"metadata": {"none": "has this"}}
-    return [httpx.post(f"{url}/v1/jobs/cancel", json=body).json()["id"], "no id"]
-
-
-SOME_IDS = {
-    "operation_id": some_operation_ids,
+SOME_IDS: dict[str, Callable[[str], list[str]]] = {
+    "operation_id": lambda url: made(url, "/v1/jobs/cancel", {"metadata": {"none": "has this"}}),
     "worker_id": lambda url: ["w1", "nobody"],
     "job_id": some_job_ids,
     "response_id": some_response_ids,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.api_keys import ApiKeys, Scope
+from contract.api_keys import Scope
 from contract.function_types import Append, Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
@@ -23,9 +23,9 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_killed_gateway import gateway_process
 from tests.contract.some_calls import dead_letter
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Bearer, Gateways
 from tests.gateway.fake_worker import LEASE_S, MODEL, FakeWorker
-from tests.gateway.test_api_keys import bearer, code, fresh
+from tests.gateway.test_api_keys import code, fresh
 
 pytestmark = pytest.mark.anyio
 
@@ -49,15 +49,19 @@ async def begin(http: httpx.AsyncClient, path: str, **filters: Any) -> dict[str,
     return begun
 
 
-async def ended(http: httpx.AsyncClient, begun: dict[str, Any]) -> dict[str, Any]:
+async def ended(
+    http: httpx.AsyncClient, begun: dict[str, Any], headers: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The operation once it has ended."""
     shown = begun
-    async with asyncio.timeout(60):
-        while shown["status"] == "running":
-            await asyncio.sleep(0.05)
-            answer = await http.get(f"/v1/operations/{begun['id']}")
-            assert answer.status_code == 200, answer.text
-            shown = answer.json()
+
+    async def has_ended() -> bool:
+        answer = await http.get(f"/v1/operations/{begun['id']}", headers=headers)
+        assert answer.status_code == 200, answer.text
+        shown.update(answer.json())
+        return bool(shown["status"] != "running")
+
+    await until(has_ended)
     return shown
 
 
@@ -140,25 +144,20 @@ async def test_a_replay_waits_for_room(
 
 
 async def test_a_prompt_in_the_object_store_is_replayed(
-    redis_server: EmbeddedRedis,
-    idle_worker: FakeWorker,
-    functions: Functions,
-    tmp_path: Path,
+    gateways: Gateways, idle_worker: FakeWorker, functions: Functions, tmp_path: Path
 ) -> None:
     """The new job has an object of its own. Without the old one the replay counts as failed."""
-    settings = make_settings(redis_server.url, object_store=str(tmp_path), object_min_bytes=64)
     body = BODY | {"prompt": "ab" * 100}
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            job_id, lost = [await submit(http, body=body) for _ in range(2)]
-            for _ in range(2):
-                await fail(functions, idle_worker)
-            store = open_store(str(tmp_path))
-            assert store is not None
-            store.delete_job(lost)
-            operation = await ended(http, await begin(http, "/v1/jobs/replay", lane="batch"))
-            assert counts(operation) == ("completed", 2, 1, 1)
-            assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
+    async with gateways(object_store=str(tmp_path), object_min_bytes=64) as http:
+        job_id, lost = [await submit(http, body=body) for _ in range(2)]
+        for _ in range(2):
+            await fail(functions, idle_worker)
+        store = open_store(str(tmp_path))
+        assert store is not None
+        store.delete_job(lost)
+        operation = await ended(http, await begin(http, "/v1/jobs/replay", lane="batch"))
+        assert counts(operation) == ("completed", 2, 1, 1)
+        assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
     claimed = await idle_worker.claim()
     assert claimed.job.id == replayed_id(job_id)
     assert claimed.job.stored_prompt is not None
@@ -206,47 +205,37 @@ async def test_a_wrong_filter_is_refused_by_name(
 
 
 async def test_only_an_admin_reaches_other_tenants(
-    fresh: httpx.AsyncClient, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient, worker: FakeWorker, functions: Functions, bearer: Bearer
 ) -> None:
     """A key's lanes bound what it reaches; another tenant's operation does not exist."""
-    api_keys = ApiKeys(redis_client, keys)
-    acme = await bearer(api_keys)
-    narrow = await bearer(api_keys, lanes=("standard",))
-    reader = await bearer(api_keys, scopes=(Scope.JOBS_READ,))
-    other = await bearer(api_keys, tenant="other")
-    admin = await bearer(api_keys, tenant="ops", scopes=(Scope.ADMIN,))
+    acme, narrow = await bearer(), await bearer(lanes=("standard",))
+    reader, other = await bearer(scopes=(Scope.JOBS_READ,)), await bearer("other")
+    admin = await bearer("ops", scopes=(Scope.ADMIN,))
     await fresh.post("/v1/lanes/pause", json={"model": MODEL}, headers=admin)
     await fresh.post("/v1/lanes/resume", json={"model": MODEL}, headers=admin)
 
     async def cancel(headers: dict[str, str], **filters: Any) -> httpx.Response:
         return await fresh.post("/v1/jobs/cancel", json=filters, headers=headers)
 
-    async def finished(headers: dict[str, str], answer: httpx.Response) -> dict[str, Any]:
+    async def finished(headers: dict[str, str], **filters: Any) -> dict[str, Any]:
+        answer = await cancel(headers, **filters)
         assert answer.status_code == 202, answer.text
-        path = f"/v1/operations/{answer.json()['id']}"
-
-        async def has_ended() -> bool:
-            return bool((await fresh.get(path, headers=headers)).json()["status"] != "running")
-
-        await until(has_ended)
-        shown: dict[str, Any] = (await fresh.get(path, headers=headers)).json()
-        return shown
+        return await ended(fresh, answer.json(), headers)
 
     assert code(await cancel(reader, lane="batch")) == (403, "missing_scope")
     assert code(await cancel(acme, tenant="other")) == (403, "missing_scope")
     assert code(await cancel(acme, tenant="*")) == (403, "missing_scope")
     assert code(await cancel(narrow, lane="batch")) == (403, "lane_not_allowed")
-    functions = Functions(redis_client, keys)
     for tenant in ("acme", "acme", "other"):
         await functions.submit(job_of(tenant, "waits"), Submission(4, 600, 600))
-    own = await finished(narrow, await cancel(narrow, tenant="acme"))
+    own = await finished(narrow, tenant="acme")
     assert own["matched"] == 0
     path = f"/v1/operations/{own['id']}"
     assert code(await fresh.get(path, headers=other)) == (404, "operation_not_found")
     assert code(await fresh.post(f"{path}/cancel", headers=other)) == (404, "operation_not_found")
     assert (await fresh.get(path, headers=admin)).status_code == 200
-    assert counts(await finished(acme, await cancel(acme, lane="batch")))[1:] == (2, 2, 0)
-    whole = await finished(admin, await cancel(admin, tenant="*"))
+    assert counts(await finished(acme, lane="batch"))[1:] == (2, 2, 0)
+    whole = await finished(admin, tenant="*")
     assert (whole["tenant"], *counts(whole)) == ("*", "completed", 1, 1, 0)
 
 
@@ -308,13 +297,8 @@ async def test_an_operation_outlives_the_gateway_that_works_on_it(
             num_before = await num_done()
             assert 1000 <= num_before < num_jobs
             os.kill(second.pid, signal.SIGCONT)
-            async with asyncio.timeout(90):
-                while True:
-                    path = f"{second_url}/v1/operations/{operation_id}"
-                    shown = (await http.get(path)).json()
-                    if shown["status"] != "running":
-                        break
-                    await asyncio.sleep(0.2)
+        async with httpx.AsyncClient(base_url=second_url, timeout=20) as http:
+            shown = await ended(http, answer.json())
     assert counts(shown) == ("completed", num_jobs, num_jobs, 0)
     for start in range(0, num_jobs, 100):
         some = jobs[start : start + 100]

@@ -19,7 +19,7 @@ from gateway.redis.hints import Idle
 from gateway.redis.shards import Breaker
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import gateway_client, make_settings, running_gateway
 from tests.gateway.fake_worker import (
     MODEL,
     FakeWorker,
@@ -29,6 +29,7 @@ from tests.gateway.fake_worker import (
     says,
     until_followers,
 )
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +43,14 @@ def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture
+async def redis_user(own_redis: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
+    """A client of it."""
+    client = connect(own_redis.url, Keys("test"))
+    yield client
+    await client.aclose()
+
+
 async def ready_as(http: httpx.AsyncClient, status: int) -> httpx.Response:
     """Waits for an answer of /readyz, which may be a second old."""
     while True:
@@ -51,37 +60,36 @@ async def ready_as(http: httpx.AsyncClient, status: int) -> httpx.Response:
         await asyncio.sleep(0.05)
 
 
-async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
+async def test_a_gateway_outlives_its_redis(
+    own_redis: EmbeddedRedis, redis_user: redis.asyncio.Redis
+) -> None:
     """503 at once while it is down, 200 soon after it is up, without a restart."""
-    with running_gateway(make_settings(own_redis.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            client = connect(own_redis.url, Keys("test"))
-            worker = await live_worker(client)
-            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
-            await worker.run(await worker.claim())
-            assert (await call).status_code == 200
+    async with gateway_client(own_redis.url) as http:
+        worker = await live_worker(redis_user)
+        call = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await worker.run(await worker.claim())
+        assert (await call).status_code == 200
 
-            own_redis.kill()
+        own_redis.kill()
+        answer = await http.post("/v1/completions", json=BODY)
+        if answer.status_code != 503:  # a cached catalogue may carry one call to submit
             answer = await http.post("/v1/completions", json=BODY)
-            if answer.status_code != 503:  # a cached catalogue may carry one call to submit
-                answer = await http.post("/v1/completions", json=BODY)
-            started_s = time.monotonic()
-            answer = await http.post("/v1/completions", json=BODY)
-            took_s = time.monotonic() - started_s
-            assert answer.status_code == 503
-            assert answer.headers["x-dropped-reason"] == "broker_unavailable"
-            assert int(answer.headers["retry-after"]) >= 1
-            assert took_s < 0.5
-            assert (await http.get("/livez")).status_code == 200
-            assert (await ready_as(http, 503)).json()["missing"] == "redis"
+        started_s = time.monotonic()
+        answer = await http.post("/v1/completions", json=BODY)
+        took_s = time.monotonic() - started_s
+        assert answer.status_code == 503
+        assert answer.headers["x-dropped-reason"] == "broker_unavailable"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert took_s < 0.5
+        assert (await http.get("/livez")).status_code == 200
+        assert (await ready_as(http, 503)).json()["missing"] == "redis"
 
-            own_redis.start()
-            await worker.beat()
-            serving = asyncio.create_task(worker.serve())
-            await ready_as(http, 200)
-            assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-            await end_tasks(serving)
-            await client.aclose()
+        own_redis.start()
+        await worker.beat()
+        serving = asyncio.create_task(worker.serve())
+        await ready_as(http, 200)
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        await end_tasks(serving)
 
 
 @pytest.fixture
@@ -103,20 +111,19 @@ async def test_an_open_breaker_sends_nothing_to_redis(
 ) -> None:
     """While the breaker is open, callers get 503 at once and no packet is sent to Redis."""
     redis_url, came = dead_redis
-    with running_gateway(make_settings(redis_url, breaker_open_s=3600.0)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            assert (await http.post("/v1/completions", json=BODY)).status_code == 503
-            num_tries = 0
-            while num_tries < len(came):  # calls that began before may still be tried again
-                num_tries = len(came)
-                await asyncio.sleep(0.5)
-            assert num_tries > 0
-            answers = await asyncio.gather(
-                *(http.post("/v1/completions", json=BODY) for _ in range(20))
-            )
-            assert {answer.status_code for answer in answers} == {503}
-            assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
-            assert len(came) == num_tries
+    async with gateway_client(redis_url, breaker_open_s=3600.0) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 503
+        num_tries = 0
+        while num_tries < len(came):  # calls that began before may still be tried again
+            num_tries = len(came)
+            await asyncio.sleep(0.5)
+        assert num_tries > 0
+        answers = await asyncio.gather(
+            *(http.post("/v1/completions", json=BODY) for _ in range(20))
+        )
+        assert {answer.status_code for answer in answers} == {503}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert len(came) == num_tries
 
 
 async def test_hundreds_of_calls_share_few_connections(
@@ -153,67 +160,60 @@ async def test_calls_that_wait_for_the_first_one_fail_with_it(
 
 
 async def test_a_gateway_serves_once_redis_evicts_no_keys(
-    own_redis: EmbeddedRedis,
+    own_redis: EmbeddedRedis, redis_user: redis.asyncio.Redis
 ) -> None:
     """The gateway runs already: /readyz and calls say what to set; then it serves."""
-    client = connect(own_redis.url, Keys("test"))
-    worker = await live_worker(client)
-    await client.config_set("maxmemory-policy", "allkeys-lru")
-    with running_gateway(make_settings(own_redis.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            ready = await http.get("/readyz")
-            assert (ready.status_code, ready.json()["missing"]) == (503, "redis")
-            assert "set it to noeviction" in ready.json()["reason"]
-            refused = await http.post("/v1/completions", json=BODY)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unfit")
-            assert refused.headers["x-dropped-reason"] == "broker_unavailable"
+    worker = await live_worker(redis_user)
+    await redis_user.config_set("maxmemory-policy", "allkeys-lru")
+    async with gateway_client(own_redis.url) as http:
+        ready = await http.get("/readyz")
+        assert (ready.status_code, ready.json()["missing"]) == (503, "redis")
+        assert "set it to noeviction" in ready.json()["reason"]
+        refused = await http.post("/v1/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unfit")
+        assert refused.headers["x-dropped-reason"] == "broker_unavailable"
 
-            await client.config_set("maxmemory-policy", "noeviction")
-            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
-            await worker.run(await worker.claim())
-            assert (await call).status_code == 200
-    await client.aclose()
+        await redis_user.config_set("maxmemory-policy", "noeviction")
+        call = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await worker.run(await worker.claim())
+        assert (await call).status_code == 200
 
 
-async def test_a_stream_survives_a_restart_of_redis(own_redis: EmbeddedRedis) -> None:
+async def test_a_stream_survives_a_restart_of_redis(
+    own_redis: EmbeddedRedis, redis_user: redis.asyncio.Redis
+) -> None:
     """Each event before and after arrives once, in order."""
-    with running_gateway(make_settings(own_redis.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            client = connect(own_redis.url, Keys("test"))
-            worker = await live_worker(client)
-            one, two = says("before", "after")(job_of_one())
-            body = BODY | {"stream": True}
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                claimed = await worker.claim()
-                await worker.say(claimed, 1, one)
-                lines = answer.aiter_lines()
-                while '"text":"before"' not in await anext(lines):
-                    pass
-                own_redis.kill()
-                own_redis.start()
-                await worker.say(claimed, 2, two)
-                await worker.finish(claimed, 3)
-                rest = [line async for line in lines if line.startswith("data")]
-            assert ['"text":"after"' in line for line in rest] == [True, False]
-            await client.aclose()
+    async with gateway_client(own_redis.url) as http:
+        worker = await live_worker(redis_user)
+        one, two = says("before", "after")(job_of_one())
+        async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
+            claimed = await worker.claim()
+            await worker.say(claimed, 1, one)
+            events = events_of(answer)
+            assert (await anext(events)).data["choices"][0]["text"] == "before"
+            own_redis.kill()
+            own_redis.start()
+            await worker.say(claimed, 2, two)
+            await worker.finish(claimed, 3)
+            rest = [event.data async for event in events]
+    assert [chunk["choices"][0]["text"] for chunk in rest] == ["after"]
 
 
 async def test_the_grace_of_an_outage_counts_from_the_last_message(
-    own_redis: EmbeddedRedis,
+    own_redis: EmbeddedRedis, redis_user: redis.asyncio.Redis
 ) -> None:
     """A stream that received only hints for longer than the grace tolerates a restart too."""
     now_s = 0.0
     settings = make_settings(own_redis.url, poll_s=0.5, outage_grace_s=5.0)
     broker = Broker(settings, clock=lambda: now_s)
-    client = connect(own_redis.url, Keys("test"))
-    worker = await live_worker(client)
+    worker = await live_worker(redis_user)
     job = job_of_one()
     await worker.functions.submit(job, make_submission())
     one, two, three = says("a", "b", "c")(job)
     claimed = await worker.claim()
     events = aiter(broker.events(job.id, job.tenant, submitted_s=now_s))
     entry = asyncio.ensure_future(anext(events))
-    await until_followers(client, Keys("test"), job.id, 1)
+    await until_followers(redis_user, Keys("test"), job.id, 1)
     await worker.say(claimed, 1, one)
     assert isinstance(await entry, LogEntry)
     now_s += 100
@@ -229,7 +229,6 @@ async def test_the_grace_of_an_outage_counts_from_the_last_message(
         pass
     assert item.number == 3
     await broker.aclose()
-    await client.aclose()
 
 
 async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(
@@ -243,10 +242,9 @@ async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(
         call = asyncio.create_task(client.send(request, stream=True))
         claimed = await idle_worker.claim()
         await idle_worker.say(claimed, 1, says("a")(claimed.job)[0])
-        lines = (await call).aiter_lines()
-        while '"text":"a"' not in await anext(lines):
-            pass
-    assert any(['"code":"draining"' in line async for line in lines])
+        events = events_of(await call)
+        assert (await anext(events)).data["choices"][0]["text"] == "a"
+    assert "draining" in [event.data.get("error", {}).get("code") async for event in events]
     assert await idle_worker.beat(claimed) == []
     await client.aclose()
 

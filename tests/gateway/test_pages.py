@@ -18,7 +18,7 @@ from gateway.redis.key_ring import csrf_token
 from gateway.state import Gateway
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Bearer, Gateways, gateway_client, make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.streams import events_of
 
@@ -33,17 +33,13 @@ async def fresh(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client, with a browser's jar of cookies, of a gateway that remembers no key."""
-    with running_gateway(make_settings(redis_server.url, console=True)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            yield client
+    async with gateway_client(redis_server.url, console=True) as client:
+        yield client
 
 
-async def key_of(client: redis.asyncio.Redis, keys: Keys, tenant: str, *scopes: Scope) -> str:
-    terms = KeyTerms(tenant=tenant, scopes=scopes) if scopes else KeyTerms(tenant=tenant)
-    return (await ApiKeys(client, keys).create(terms))[0]
-
-
-async def log_in(http: httpx.AsyncClient, key: str) -> dict[str, Any]:
+async def log_in(http: httpx.AsyncClient, headers: dict[str, str]) -> dict[str, Any]:
+    """A session for the key of a header."""
+    key = headers["authorization"].removeprefix("Bearer ")
     answer = await http.post("/console/session", json={"key": key})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -67,10 +63,10 @@ async def first_state(http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_the_pages_need_no_key_and_permit_no_other_script(
-    fresh: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient, bearer: Bearer
 ) -> None:
     """Each has a policy without `unsafe-inline`, and holds no inline script, style or handler."""
-    await key_of(redis_client, keys, "a")
+    await bearer("a")
     for path in PAGES:
         answer = await fresh.get(path)
         assert answer.status_code == 200, path
@@ -87,10 +83,10 @@ async def test_the_pages_need_no_key_and_permit_no_other_script(
         assert (await fresh.get(path)).status_code == 404, path
 
 
-async def test_the_pages_are_off_by_a_setting(redis_server: EmbeddedRedis) -> None:
-    with running_gateway(make_settings(redis_server.url, console=False)) as url:
+async def test_the_pages_are_off_by_a_setting(gateways: Gateways) -> None:
+    async with gateways(console=False) as http:
         for path in (*PAGES, "/console/feed", "/console/session"):
-            assert await status_of(url + path) == 404, path
+            assert (await http.get(path)).status_code == 404, path
 
 
 async def test_a_key_becomes_a_session_that_ends_with_it(
@@ -103,7 +99,7 @@ async def test_a_key_becomes_a_session_that_ends_with_it(
     assert (await fresh.get("/v1/jobs")).status_code == 401
     answer = await fresh.post("/console/session", json={"key": key[:-1] + "0"})
     assert answer.status_code == 401 or key.endswith("0")
-    found = await log_in(fresh, key)
+    found = await log_in(fresh, {"authorization": key})
     assert (found["tenant"], found["is_admin"], found["sees_fleet"]) == ("a", False, False)
     answer = await fresh.post("/console/session", json={"key": key})
     cookie = answer.headers["set-cookie"]
@@ -122,7 +118,7 @@ async def test_a_key_becomes_a_session_that_ends_with_it(
     assert (await fresh.delete("/console/session")).status_code == 403
     assert (await fresh.delete("/console/session", headers=token)).status_code == 204
     assert (await fresh.get("/v1/jobs")).status_code == 401
-    await log_in(fresh, key)
+    await log_in(fresh, {"authorization": key})
     await api_keys.revoke(prefix)
 
     async def is_refused() -> bool:
@@ -132,10 +128,10 @@ async def test_a_key_becomes_a_session_that_ends_with_it(
 
 
 async def test_a_change_in_a_session_needs_the_pages_token(
-    fresh: httpx.AsyncClient, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient, worker: FakeWorker, bearer: Bearer
 ) -> None:
     """Each method that changes something is refused without it; reading is not."""
-    found = await log_in(fresh, await key_of(redis_client, keys, "a"))
+    found = await log_in(fresh, await bearer("a"))
     token = found["token"]
     assert token == csrf_token(fresh.cookies["batchway_session"])
     job = (await fresh.post("/v1/jobs", json=JOB, headers={"x-csrf-token": token})).json()
@@ -155,14 +151,13 @@ async def test_a_change_in_a_session_needs_the_pages_token(
 
 
 async def test_tenants_see_their_own_and_operators_all(
-    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, bearer: Bearer
 ) -> None:
     """Held and waiting jobs of another tenant, workers and lanes are in the feed of those who may
     read the metrics, and in no other's."""
-    own, other = [await key_of(redis_client, keys, name) for name in ("own", "other")]
-    operators = await key_of(redis_client, keys, "ops", Scope.ADMIN)
-    for key in (own, other, other):
-        headers = {"authorization": f"Bearer {key}"}
+    own, other = [await bearer(name) for name in ("own", "other")]
+    operators = await bearer("ops", scopes=(Scope.ADMIN,))
+    for headers in (own, other, other):
         assert (await fresh.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
     await idle_worker.claim()
     await log_in(fresh, operators)
@@ -193,26 +188,27 @@ async def test_the_first_state_has_the_jobs(
 
 
 async def test_a_worker_is_drained_by_an_operator_alone(
-    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    bearer: Bearer,
 ) -> None:
     """The order is in the worker's record; an unknown worker is 404."""
-    for scopes, status in (((), 403), ((Scope.ADMIN,), 200)):
-        headers = {"authorization": f"Bearer {await key_of(redis_client, keys, 'a', *scopes)}"}
+    admin = await bearer(scopes=(Scope.ADMIN,))
+    for headers, status in ((await bearer(), 403), (admin, 200)):
         answer = await fresh.post("/v1/workers/w1/drain", json={}, headers=headers)
         assert answer.status_code == status
-    record = await redis_client.hget(keys.of("worker", "w1"), "order")
-    assert record == b"drain"
-    answer = await fresh.post("/v1/workers/nobody/drain", json={}, headers=headers)
+    assert await redis_client.hget(keys.of("worker", "w1"), "order") == b"drain"
+    answer = await fresh.post("/v1/workers/nobody/drain", json={}, headers=admin)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
 
 
 async def test_an_operator_reads_and_ends_a_tenants_job_but_not_its_output(
-    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, bearer: Bearer
 ) -> None:
     """With `tenant`; a tenant may not name another one."""
-    own = {"authorization": f"Bearer {await key_of(redis_client, keys, 'own')}"}
-    operators = await key_of(redis_client, keys, "ops", Scope.ADMIN)
-    admin = {"authorization": f"Bearer {operators}"}
+    own, admin = await bearer("own"), await bearer("ops", scopes=(Scope.ADMIN,))
     ended = (await fresh.post("/v1/jobs", json=JOB, headers=own)).json()["id"]
     await idle_worker.run(await idle_worker.claim())
     waiting = (await fresh.post("/v1/jobs", json=JOB, headers=own)).json()["id"]

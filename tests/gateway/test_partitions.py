@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways, gateway_client
 
 pytestmark = pytest.mark.anyio
 
@@ -55,19 +55,27 @@ class Callers:
         headers = {"authorization": f"Bearer {self.keys[tenant]}", **terms.pop("headers", {})}
         return await self.gateways[gateway].request(method, path, headers=headers, **terms)
 
-    async def submit(self, tenant: str, gateway: int = 0) -> str:
-        answer = await self.call(tenant, "POST", "/v1/jobs", gateway, json=JOB)
-        assert answer.status_code == 202, answer.text
-        return str(answer.json()["id"])
+    async def read(
+        self, tenant: str, path: str, gateway: int = 0, method: str = "GET", **terms: Any
+    ) -> dict[str, Any]:
+        """The answer of a call that succeeds."""
+        answer = await self.call(tenant, method, path, gateway, **terms)
+        assert answer.is_success, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def post(self, tenant: str, path: str, **terms: Any) -> dict[str, Any]:
+        return await self.read(tenant, path, method="POST", **terms)
+
+    async def submit(self, tenant: str) -> str:
+        return str((await self.post(tenant, "/v1/jobs", json=JOB))["id"])
 
     async def until_ended(self, tenant: str, path: str, gateway: int = 0) -> dict[str, Any]:
         """Of a job, a batch or an operation."""
         found: dict[str, Any] = {}
 
         async def has_ended() -> bool:
-            answer = await self.call(tenant, "GET", path, gateway)
-            assert answer.status_code == 200, answer.text
-            found.update(answer.json())
+            found.update(await self.read(tenant, path, gateway))
             return found["status"] in ("succeeded", "completed", "cancelled", "failed", "expired")
 
         await until(has_ended)
@@ -78,7 +86,7 @@ class Callers:
         found, after, gateway = list[str](), "", 0
         while True:
             terms = {**query, **({"after": after} if after else {})}
-            page = (await self.call("boss", "GET", path, gateway, params=terms)).json()
+            page = await self.read("boss", path, gateway, params=terms)
             found += [row["id"] for row in page["data"]]
             if not page["has_more"]:
                 return found
@@ -92,34 +100,19 @@ def bounds() -> dict[str, Any]:
 
 
 @pytest.fixture
-def gateway_urls(
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    tmp_path: Path,
-    bounds: dict[str, Any],
-) -> Iterator[list[str]]:
-    """The second takes the number that the first has stored."""
-    settings = {"lane_bound_s": 0.0, "object_store": str(tmp_path / "objects"), **bounds}
-    whole = make_settings(redis_server.url, partitions=NUM_PARTITIONS, **settings)
-    with running_gateway(whole) as first:
-        httpx.get(f"{first}/readyz")
-        with running_gateway(make_settings(redis_server.url, **settings)) as second:
-            yield [first, second]
-
-
-@pytest.fixture
 async def callers(
-    redis_client: redis.asyncio.Redis, gateway_urls: list[str]
+    gateways: Gateways, redis_client: redis.asyncio.Redis, tmp_path: Path, bounds: dict[str, Any]
 ) -> AsyncIterator[Callers]:
-    async with contextlib.AsyncExitStack() as stack:
-        gateways = [httpx.AsyncClient(base_url=url, timeout=20) for url in gateway_urls]
-        for gateway in gateways:
-            await stack.enter_async_context(gateway)
-        found = Callers(gateways, ApiKeys(redis_client, Keys("test"), None))
-        for tenant in TENANTS:
-            await found.add(tenant)
-        await found.add("boss", scopes=(Scope.ADMIN,))
-        yield found
+    """The second gateway takes the number of partitions that the first has stored."""
+    settings = {"lane_bound_s": 0.0, "object_store": str(tmp_path / "objects"), **bounds}
+    async with gateways(partitions=NUM_PARTITIONS, **settings) as first:
+        await first.get("/readyz")
+        async with gateways(**settings) as second:
+            found = Callers([first, second], ApiKeys(redis_client, Keys("test"), None))
+            for tenant in TENANTS:
+                await found.add(tenant)
+            await found.add("boss", scopes=(Scope.ADMIN,))
+            yield found
 
 
 @contextlib.asynccontextmanager
@@ -168,16 +161,11 @@ async def test_jobs_run_in_the_partitions_of_their_tenants_and_an_admin_sees_all
 async def a_batch_ends(callers: Callers, tenant: str) -> None:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": BODY}
     content = {"file": ("lines.jsonl", json.dumps(line).encode())}
-    file = await callers.call(tenant, "POST", "/v1/files", files=content, data={"purpose": "batch"})
-    assert file.status_code == 200, file.text
+    file = await callers.post(tenant, "/v1/files", files=content, data={"purpose": "batch"})
     asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
-    made = await callers.call(
-        tenant, "POST", "/v1/batches", json={**asked, "input_file_id": file.json()["id"]}
-    )
-    assert made.status_code == 200, made.text
-    batch_id, file_id = made.json()["id"], file.json()["id"]
-    assert partition_of(batch_id) == partition_of(file_id) == home(tenant)
-    ended = await callers.until_ended(tenant, f"/v1/batches/{batch_id}", gateway=1)
+    made = await callers.post(tenant, "/v1/batches", json=asked | {"input_file_id": file["id"]})
+    assert partition_of(made["id"]) == partition_of(file["id"]) == home(tenant)
+    ended = await callers.until_ended(tenant, f"/v1/batches/{made['id']}", gateway=1)
     assert (ended["status"], ended["request_counts"]["completed"]) == ("completed", 1)
     assert partition_of(ended["output_file_id"]) == home(tenant)
 
@@ -198,7 +186,7 @@ async def test_a_partition_without_a_worker_says_so(
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (503, "no_workers")
             assert "in partition 1 of 4, which is this tenant's" in error["message"]
-            job = (await callers.call(tenant, "GET", path)).json()
+            job = await callers.read(tenant, path)
             assert (job["status"], job["waiting_for"]) == ("queued", "worker")
 
 
@@ -248,17 +236,14 @@ async def test_pauses_and_drains_reach_every_partition(
 ) -> None:
     async with serving(redis_server, callers, [3]):
         for path, code in (("pause", 503), ("resume", 202)):
-            line = {"lane": "standard"}
-            answer = await callers.call("boss", "POST", f"/v1/lanes/{path}", json=line)
-            assert answer.status_code == 200, answer.text
+            await callers.post("boss", f"/v1/lanes/{path}", json={"lane": "standard"})
             for partition in range(NUM_PARTITIONS):
                 tenant = tenant_of(partition)
                 answer = await callers.call(tenant, "POST", "/v1/jobs", 1, json=JOB)
                 assert answer.status_code == code, answer.text
         names: Any = await redis_client.zrange(Keys("test", 3).of("workers", "m"), 0, -1)
         [worker] = [name.decode() for name in names]
-        path = f"/v1/workers/{worker}/drain"
-        assert (await callers.call("boss", "POST", path, json={})).status_code == 200
+        await callers.post("boss", f"/v1/workers/{worker}/drain", json={})
         key = Keys("test", 3).of("worker", worker)
 
         async def has_left() -> bool:
@@ -278,18 +263,15 @@ async def test_an_operation_on_all_tenants_is_one(
     own = TENANTS[1]
     await callers.submit(own)
     asked = {"status": "queued"}
-    answer = await callers.call(own, "POST", "/v1/jobs/cancel", json=asked)
-    assert answer.status_code == 202, answer.text
-    assert partition_of(answer.json()["id"]) == home(own)
-    ended = await callers.until_ended(own, f"/v1/operations/{answer.json()['id']}", gateway=1)
+    begun = await callers.post(own, "/v1/jobs/cancel", json=asked)
+    assert partition_of(begun["id"]) == home(own)
+    ended = await callers.until_ended(own, f"/v1/operations/{begun['id']}", gateway=1)
     assert (ended["status"], ended["matched"], ended["done"]) == ("completed", 2, 2)
     asked["tenant"] = "*"
-    answer = await callers.call("boss", "POST", "/v1/jobs/cancel", json=asked)
-    assert answer.status_code == 202, answer.text
-    path = f"/v1/operations/{answer.json()['id']}"
-    ended = await callers.until_ended("boss", path, gateway=1)
+    begun = await callers.post("boss", "/v1/jobs/cancel", json=asked)
+    ended = await callers.until_ended("boss", f"/v1/operations/{begun['id']}", gateway=1)
     assert (ended["matched"], ended["done"]) == (len(TENANTS) - 1, len(TENANTS) - 1)
-    listed = (await callers.call("boss", "GET", "/v1/operations")).json()["data"]
+    listed = (await callers.read("boss", "/v1/operations"))["data"]
     assert [each["id"] for each in listed] == [ended["id"]]
 
 
@@ -300,8 +282,7 @@ async def test_a_gateway_with_another_number_is_refused(
     command = ["gateway", "--redis-url", redis_server.url, "--namespace", "test"]
     assert await asyncio.to_thread(main, [*command, "--partitions", "2"]) == 2
     assert "has 4 partitions, for good, but this process was given 2" in capsys.readouterr().err
-    with running_gateway(make_settings(redis_server.url, partitions=2)) as url:
-        async with httpx.AsyncClient(base_url=url) as client:
-            headers = {"authorization": f"Bearer {callers.keys['boss']}"}
-            answer = await client.post("/v1/completions", json=BODY, headers=headers)
-        assert answer.status_code == 503, answer.text
+    async with gateway_client(redis_server.url, partitions=2) as client:
+        headers = {"authorization": f"Bearer {callers.keys['boss']}"}
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 503, answer.text

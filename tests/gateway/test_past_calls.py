@@ -31,16 +31,23 @@ def test_an_object_is_read_as_it_is(value: Any, indent: int | None, ensure_ascii
     assert arguments_object(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "null", " null "])
-def test_no_arguments_are_an_empty_object(text: str) -> None:
-    """Also null, which models write for them."""
-    assert arguments_object(text) == {}
-
-
-@pytest.mark.parametrize("value", [["a"], [], 7, 0.5, True, False, "a", "", [{"a": 1}]])
-def test_another_value_is_the_one_member_of_an_object(value: Any) -> None:
-    """It is not lost, and a template that iterates over arguments works."""
-    assert arguments_object(json.dumps(value)) == {UNREADABLE: value}
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Also null, which models write for no arguments.
+        *((text, {}) for text in ("", "  \n", "null", " null ")),
+        # Another value is not lost, and a template that iterates over arguments works.
+        *(
+            (json.dumps(value), {UNREADABLE: value})
+            for value in (["a"], [], 7, 0.5, True, False, "a", "", [{"a": 1}])
+        ),
+        # The end of a cut string is kept: the model reads what it had written.
+        ('{"n": 1, "q": "a long te', {"n": 1, "q": "a long te"}),
+        ('{"q": "two\nlines, cu', {"q": "two\nlines, cu"}),
+    ],
+)
+def test_whatever_a_model_wrote_becomes_an_object(text: str, expected: object) -> None:
+    assert arguments_object(text) == expected
 
 
 @given(OBJECTS.filter(bool), st.data())
@@ -50,12 +57,6 @@ def test_cut_arguments_are_an_object(value: Any, data: st.DataObject) -> None:
     cut = text[: data.draw(st.integers(1, len(text) - 1))]
     found = arguments_object(cut)
     assert found == {UNREADABLE: cut} or set(found) <= set(value)
-
-
-def test_the_end_of_a_cut_string_is_kept() -> None:
-    """The model reads what it had written."""
-    assert arguments_object('{"n": 1, "q": "a long te') == {"n": 1, "q": "a long te"}
-    assert arguments_object('{"q": "two\nlines, cu') == {"q": "two\nlines, cu"}
 
 
 @given(TEXTS, TEXTS)

@@ -4,13 +4,12 @@ from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 
-from contract.api_keys import ApiKeys, Scope
-from contract.keys import Keys
+from contract.api_keys import Scope
 from tests.fleet import until
+from tests.gateway.conftest import Bearer
 from tests.gateway.fake_worker import MODEL, FakeWorker
-from tests.gateway.test_api_keys import bearer, code, fresh
+from tests.gateway.test_api_keys import code, fresh
 
 pytestmark = pytest.mark.anyio
 
@@ -73,19 +72,15 @@ async def test_a_pause_names_what_exists(worker: FakeWorker, http: httpx.AsyncCl
 
 
 async def test_a_key_pauses_its_own_tenant_only(
-    fresh: httpx.AsyncClient,
-    worker: FakeWorker,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    fresh: httpx.AsyncClient, worker: FakeWorker, bearer: Bearer
 ) -> None:
     """And only in its lanes. It cannot end what an operator has paused."""
-    api_keys = ApiKeys(redis_client, keys)
     writer = (Scope.JOBS_READ, Scope.JOBS_WRITE)
-    acme = await bearer(api_keys, scopes=writer)
-    narrow = await bearer(api_keys, scopes=writer, lanes=("batch",))
-    reader = await bearer(api_keys, scopes=(Scope.JOBS_READ,))
-    other = await bearer(api_keys, tenant="other", scopes=writer)
-    admin = await bearer(api_keys, tenant="ops", scopes=(Scope.ADMIN,))
+    acme = await bearer(scopes=writer)
+    narrow = await bearer(scopes=writer, lanes=("batch",))
+    reader = await bearer(scopes=(Scope.JOBS_READ,))
+    other = await bearer("other", scopes=writer)
+    admin = await bearer("ops", scopes=(Scope.ADMIN,))
 
     async def pause(headers: dict[str, str], verb: str = "pause", **body: str) -> httpx.Response:
         return await fresh.post(f"/v1/lanes/{verb}", json=body, headers=headers)

@@ -1,7 +1,7 @@
 """Calls that become jobs: at once, after a wait, or at the platform's time limit."""
 
 import asyncio
-import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,9 +15,9 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
-from tests.gateway.test_jobs import events_of
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -119,51 +119,45 @@ async def test_a_call_that_became_a_job_needs_no_caller(
 
 
 @pytest.fixture
-def limited_url(redis_server: EmbeddedRedis) -> Any:
-    """A gateway whose platform ends requests after a moment."""
-    with running_gateway(make_settings(redis_server.url, sync_limit_s=0.3)) as url:
-        yield url
+async def limited(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway whose platform ends requests after a moment."""
+    async with gateway_client(redis_server.url, sync_limit_s=0.3) as http:
+        yield http
 
 
 async def test_a_call_that_meets_the_limit_becomes_a_job(
-    limited_url: str, idle_worker: FakeWorker, functions: Functions
+    limited: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     """202; a disconnect no longer cancels it."""
-    async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
-        answer = await http.post("/v1/completions", json=BODY)
-        assert (answer.status_code, answer.json()["object"]) == (202, "job")
-        assert "preference-applied" not in answer.headers
-        await idle_worker.run(await idle_worker.claim())
-        job = await ended(http, answer.json()["id"])
+    answer = await limited.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["object"]) == (202, "job")
+    assert "preference-applied" not in answer.headers
+    await idle_worker.run(await idle_worker.claim())
+    job = await ended(limited, answer.json()["id"])
     assert job["result"]["choices"][0]["text"] == "Hello wörld!"
     assert job["timings"]["deadline_at"] - job["timings"]["queued_at"] > 80_000
 
 
 async def test_a_stream_at_the_time_limit_tells_where_to_resume(
-    limited_url: str, idle_worker: FakeWorker
+    limited: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     """The events before and after are the job's, each once."""
-    async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
-        body = BODY | {"stream": True}
-        call = asyncio.create_task(http.post("/v1/completions", json=body))
-        claimed = await idle_worker.claim()
-        events = says("a", "b", "c")(claimed.job)
-        await idle_worker.say(claimed, 1, events[0])
-        *chunks, reconnect, done = events_of((await call).text)
-        assert done == "data: [DONE]"
-        name, data = reconnect.strip().split("\n")
-        became = json.loads(data.removeprefix("data: "))
-        assert (name, became["error"]["code"]) == ("event: reconnect", "became_job")
-        assert became["id"] == claimed.job.id
-        assert [chunk.count('"text":"a"') for chunk in chunks] == [1]
-        for number, event in enumerate(events[1:], 2):
-            await idle_worker.say(claimed, number, event)
-        await idle_worker.finish(claimed, 4)
-        rest = await http.get(
-            became["events_url"], headers={"last-event-id": became["last_event_id"]}
-        )
-    assert [f'"text":"{letter}"' in rest.text for letter in "abc"] == [False, True, True]
-    assert "event: succeeded" in rest.text
+    call = asyncio.create_task(limited.post("/v1/completions", json=BODY | {"stream": True}))
+    claimed = await idle_worker.claim()
+    said = says("a", "b", "c")(claimed.job)
+    await idle_worker.say(claimed, 1, said[0])
+    *chunks, reconnect = whole_stream((await call).text)
+    assert [chunk.data["choices"][0]["text"] for chunk in chunks] == ["a"]
+    became = reconnect.data
+    assert (reconnect.type, became["error"]["code"]) == ("reconnect", "became_job")
+    assert became["id"] == claimed.job.id
+    for number, event in enumerate(said[1:], 2):
+        await idle_worker.say(claimed, number, event)
+    await idle_worker.finish(claimed, 4)
+    headers = {"last-event-id": became["last_event_id"]}
+    *rest, end = whole_stream((await limited.get(became["events_url"], headers=headers)).text)
+    assert [chunk.data["choices"][0]["text"] for chunk in rest] == ["b", "c"]
+    assert end.type == "succeeded"
 
 
 async def test_the_official_client_ignores_heartbeats(
@@ -185,16 +179,15 @@ async def test_the_official_client_ignores_heartbeats(
 
 
 async def test_the_official_client_raises_at_the_limit(
-    limited_url: str, idle_worker: FakeWorker
+    limited: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     """It does not know the event; the error names the job."""
-    async with AsyncOpenAI(base_url=f"{limited_url}/v1", api_key="none", max_retries=0) as client:
-        stream = asyncio.create_task(
-            client.completions.create(model=MODEL, prompt="ab", stream=True)
-        )
+    url = f"{limited.base_url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        call = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab", stream=True))
         claimed = await idle_worker.claim()
         await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
-        chunks = aiter(await stream)
+        chunks = aiter(await call)
         assert (await anext(chunks)).choices[0].text == "a"
         with pytest.raises(APIError, match=claimed.job.id):
             await anext(chunks)
@@ -214,15 +207,10 @@ async def test_an_idempotency_key_attaches_to_a_live_stream(
     second = asyncio.create_task(http.post(path, json=stream, headers=headers))
     await idle_worker.say(claimed, 2, two)
     await idle_worker.finish(claimed, 3)
-    assert events_in(await first) == events_in(await second)
+    assert whole_stream((await first).text) == whole_stream((await second).text)
     assert len(idle_worker.seen) == 1
     whole = await http.post(path, json=body, headers=headers)
     assert (whole.status_code, whole.json()["error"]["code"]) == (422, "idempotency_mismatch")
-
-
-def events_in(answer: httpx.Response) -> list[str]:
-    """The lines of a stream's events, without comments."""
-    return [line for line in answer.text.splitlines() if line and not line.startswith(":")]
 
 
 async def test_an_idempotency_key_is_kept_for_a_day(

@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from contract.events import ChoiceDelta, Prompt, Tokens
 from contract.jobs import FinishReason, Job
+from tests.gateway.conftest import answered, error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_echo import joined, stream
 from tests.gateway.test_jobs import events, field
@@ -35,10 +35,7 @@ def capitals(job: Job) -> list[Prompt | Tokens]:
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=BODY | fields)
-    assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
-    return body
+    return await answered(http, PATH, BODY, **fields)
 
 
 def bare(answer: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +135,8 @@ async def test_the_default_of_max_tokens_is_computed_for_each_prompt(
 ) -> None:
     """A long prompt does not shorten the output of a short one; the cost counts each maximum."""
     body = BODY | {"prompt": ["a", "b" * 508], "n": 2}
-    quote = await http.post("/v1/quote", json={"endpoint": PATH, "body": body})
-    assert quote.json()["prompt_tokens"] == 509
-    assert quote.json()["predicted_output_tokens"] == 2 * (16 + 4)
+    quote = await answered(http, "/v1/quote", {"endpoint": PATH, "body": body})
+    assert (quote["prompt_tokens"], quote["predicted_output_tokens"]) == (509, 2 * (16 + 4))
     worker.script = says("x")
     await complete(http, prompt=["a", "b" * 508], n=2)
     assert worker.seen[0].params.max_tokens == 16
@@ -151,11 +147,10 @@ async def test_the_sum_of_all_choices_is_limited(
 ) -> None:
     """128 choices, and as much output as eight choices of one prompt may have."""
     quoted = {"endpoint": PATH, "body": BODY | {"prompt": ["a"] * 64, "n": 2, "max_tokens": 500}}
-    answer = await http.post("/v1/quote", json=quoted)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["predicted_output_tokens"] == 64_000
+    quote = await answered(http, "/v1/quote", quoted)
+    assert quote["predicted_output_tokens"] == 64_000
     answer = await http.post(PATH, json=BODY | {"prompt": ["a"] * 64, "n": 3})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert error_of(answer)[:2] == (400, "n")
 
 
 async def test_a_job_with_several_prompts_has_one_log_and_one_result(
@@ -193,19 +188,3 @@ async def test_a_disconnect_cancels_all_prompts(
     assert await idle_worker.wait_until_ended(claimed) == "cancelled"
     result = (await http.get(f"/v1/jobs/{claimed.job.id}")).json()["result"]
     assert [choice["text"] for choice in result["choices"]] == ["Hel"] * 3
-
-
-async def test_the_openai_client_sends_lists(worker: FakeWorker, gateway_url: str) -> None:
-    """Whole and as a stream of chunks by index."""
-    worker.script = capitals
-    async with openai.AsyncOpenAI(base_url=f"{gateway_url}/v1", api_key="none") as client:
-        whole = await client.completions.create(model=MODEL, prompt=PROMPTS)
-        texts = dict.fromkeys(range(3), "")
-        async for chunk in await client.completions.create(
-            model=MODEL, prompt=[list(text.encode()) for text in PROMPTS], stream=True
-        ):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-    assert [choice.text for choice in whole.choices] == [*texts.values()] == ["AB", "CDÉ", "F"]
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens == 7

@@ -10,7 +10,7 @@ import redis.asyncio
 from contract.jobs import MAX_GRAMMAR_BYTES
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import answered, error_of, gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -25,9 +25,9 @@ async def small(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway whose bodies have at most MAX_BYTES, with a model of a long context."""
     await publish_model(redis_client, keys, context_length=100_000)
-    with running_gateway(make_settings(redis_server.url, max_body_bytes=MAX_BYTES)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            yield client
+    async with gateway_client(redis_server.url, max_body_bytes=MAX_BYTES) as client:
+        client.timeout = httpx.Timeout(60)
+        yield client
 
 
 def reasoning(num_bytes: int) -> dict[str, Any]:
@@ -43,18 +43,15 @@ async def stored(
     http: httpx.AsyncClient, *items: dict[str, Any], **fields: Any
 ) -> tuple[str, list[str]]:
     """A response with these items: its id and the items' ids."""
-    hi = {"role": "user", "content": "Hi"}
-    answer = await respond(http, input=[*items, hi], **fields)
-    assert answer.status_code == 200, answer.text
-    id_ = answer.json()["id"]
+    body = {"model": MODEL, "input": [*items, {"role": "user", "content": "Hi"}]}
+    id_ = (await answered(http, "/v1/responses", body, **fields))["id"]
     page = (await http.get(f"/v1/responses/{id_}/input_items?order=asc&limit=100")).json()
     return id_, [item["id"] for item in page["data"]]
 
 
 def assert_too_large(answer: httpx.Response) -> None:
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (413, "body_too_large"), answer.text
-    assert (error["param"], error["type"]) == ("input", "invalid_request_error")
+    assert error_of(answer) == (413, "input", "body_too_large")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("times", [1, 2, 9, 30, 800])
@@ -116,8 +113,7 @@ async def test_a_response_is_read_once(
 
     async def num_reads(**fields: Any) -> int:
         await redis_client.config_resetstat()
-        answer = await small.post("/v1/responses/input_tokens", json={"model": MODEL} | fields)
-        assert answer.status_code == 200, answer.text
+        await answered(small, "/v1/responses/input_tokens", {"model": MODEL}, **fields)
         return int((await redis_client.info("commandstats"))["cmdstat_fcall_ro"]["calls"])
 
     once = await num_reads(input=[{"id": ids[0]}, {"id": ids[-1]}])
@@ -160,7 +156,7 @@ async def test_an_echo_counts_in_every_choice(
         body = {"model": MODEL, "prompt": prompt, "n": num_each, "echo": True, "max_tokens": 30}
         answer = await small.post("/v1/completions", json=body)
         if num_bytes > MAX_BYTES:
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+            assert error_of(answer)[:2] == (400, "echo")
         else:
             assert answer.status_code == 200, answer.text
             assert sum(c["text"].count("a") for c in answer.json()["choices"]) == num_bytes

@@ -6,12 +6,14 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
+from fastapi import FastAPI
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.errors import RateLimit, RateLimits
@@ -26,8 +28,8 @@ from gateway.prepare.calls import INTERACTIVE_TARGET_S, bound_of, stored_bounds,
 from gateway.settings import GatewaySettings, LaneBound, parse_lane_bounds
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import make_settings
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.gateway.conftest import Bearer, Gateways, make_settings
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
 
 pytestmark = pytest.mark.anyio
 
@@ -39,15 +41,30 @@ SLOW = WorkerCapacity(tokens_per_s=10.0, stream_tokens_per_s=5.0, max_tokens=100
 
 
 @asynccontextmanager
-async def gateway(settings: GatewaySettings) -> AsyncIterator[httpx.AsyncClient]:
-    """The app without a server; its Retry-After has no jitter."""
-    app = create_app(settings, draw=lambda: 0.0)
+async def running(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app without a server."""
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         yield client
+
+
+@pytest.fixture
+def apps(redis_server: EmbeddedRedis) -> Gateways:
+    """Runs an app with the settings that a test gives; its Retry-After has no jitter."""
+
+    def started(**settings: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+        return running(create_app(make_settings(redis_server.url, **settings), draw=lambda: 0.0))
+
+    return started
+
+
+@pytest.fixture
+def gateway(apps: Gateways, slow_worker: FakeWorker) -> Gateways:
+    """The same in front of the slow worker."""
+    return apps
 
 
 @pytest.fixture
@@ -69,10 +86,10 @@ async def key_of(client: redis.asyncio.Redis, keys: Keys, **limits: Any) -> dict
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: EmbeddedRedis) -> None:
+async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, gateway: Gateways) -> None:
     """429 until the excess has drained: 50 tokens at 10 per second, for calls and jobs. The
     second may retry 20 s after the first, because half of the rate is left to others."""
-    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+    async with gateway(lane_bound_tokens=250) as http:
         for _ in range(2):
             assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
         for path, body, retry_s in (("/v1/jobs", JOB, "5"), ("/v1/completions", BODY, "25")):
@@ -83,12 +100,10 @@ async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: Embe
         assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
 
 
-async def test_a_lane_whose_wait_is_too_long(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis
-) -> None:
+async def test_a_lane_whose_wait_is_too_long(gateway: Gateways) -> None:
     """The limit in seconds of one lane; another lane has its own."""
     bounds = ("standard=15s", "batch=1000s")
-    async with gateway(make_settings(redis_server.url, lane_bounds=bounds)) as http:
+    async with gateway(lane_bounds=bounds) as http:
         answers = [await http.post("/v1/jobs", json=JOB) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [202, 202, 429]
         assert refusal_of(answers[2]) == (429, "lane_full", "lane_full", "5")
@@ -105,20 +120,11 @@ async def test_a_lane_whose_wait_is_too_long(
     ],
 )
 async def test_a_tenant_over_its_quota(
-    slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    limits: dict[str, Any],
-    num_admitted: int,
-    retry_s: str,
+    gateway: Gateways, bearer: Bearer, limits: dict[str, Any], num_admitted: int, retry_s: str
 ) -> None:
     """429 for this tenant only. Each response reports what is left of the limits per minute."""
-    settings = make_settings(redis_server.url, lane_bound_tokens=1000)
-    limited = await key_of(redis_client, keys, **limits)
-    other_key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
-    other = {"authorization": f"Bearer {other_key}"}
-    async with gateway(settings) as http:
+    limited, other = await bearer(**limits), await bearer("other")
+    async with gateway(lane_bound_tokens=1000) as http:
         for _ in range(num_admitted):
             answer = await http.post("/v1/jobs", json=JOB, headers=limited)
             assert answer.status_code == 202
@@ -129,19 +135,12 @@ async def test_a_tenant_over_its_quota(
 
 
 async def test_stored_bytes_are_limited(
-    slow_worker: FakeWorker,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    redis_server: EmbeddedRedis,
-    monkeypatch: pytest.MonkeyPatch,
+    bearer: Bearer, gateway: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a tenant: 429, and other tenants are accepted; of all: 503. Deleted jobs make room."""
     monkeypatch.setattr("gateway.prepare.calls.stored_bytes_beside", lambda memory_bytes: 35_000)
-    settings = make_settings(redis_server.url, max_tenant_stored_bytes=20_000)
-    ours = await key_of(redis_client, keys)
-    key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
-    others = {"authorization": f"Bearer {key}"}
-    async with gateway(settings) as http:
+    ours, others = await bearer(), await bearer("other")
+    async with gateway(max_tenant_stored_bytes=20_000) as http:
         jobs = [await http.post("/v1/jobs", json=JOB, headers=ours) for _ in range(2)]
         assert [job.status_code for job in jobs] == [202, 202]  # 8 kB each
         refused = await http.post("/v1/jobs", json=JOB, headers=ours)
@@ -165,17 +164,12 @@ def test_stored_bytes_are_limited_by_default() -> None:
     assert stored_bounds(make_settings("", max_tenant_stored_bytes=0), 2**30) == (2**33, 0)
 
 
-async def test_rate_limit_headers_are_in_every_response(
-    slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-) -> None:
+async def test_rate_limit_headers_are_in_every_response(gateway: Gateways, bearer: Bearer) -> None:
     """Accepted or rejected, and in quotes. Without limits there are no such headers."""
-    headers = await key_of(redis_client, keys, requests_per_minute=2, tokens_per_minute=10_000)
+    headers = await bearer(requests_per_minute=2, tokens_per_minute=10_000)
     names = [f"x-ratelimit-{a}-{b}" for b in ("requests", "tokens") for a in
              ("limit", "remaining", "reset")]  # fmt: skip
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         first = await http.post("/v1/jobs", json=JOB, headers=headers)
         assert [first.headers[name] for name in names] == ["2", "1", "30s", "10000", "9900", "1s"]
         await http.post("/v1/jobs", json=JOB, headers=headers)
@@ -183,7 +177,7 @@ async def test_rate_limit_headers_are_in_every_response(
         quoted = await http.post("/v1/quote", json=JOB, headers=headers)
         for answer in (refused, quoted):
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    async with gateway(make_settings(redis_server.url, api_key="k" * 16)) as http:
+    async with gateway(api_key="k" * 16) as http:
         own = {"authorization": f"Bearer {'k' * 16}"}
         answer = await http.post("/v1/jobs", json=JOB, headers=own)
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
@@ -204,18 +198,13 @@ COSTLY: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "body"), COSTLY, ids=range(len(COSTLY)))
 async def test_every_call_counts_before_anything_is_done_for_it(
-    slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    path: str,
-    body: Any,
+    gateway: Gateways, redis_client: redis.asyncio.Redis, bearer: Bearer, path: str, body: Any
 ) -> None:
     """Also quotes and what is refused otherwise. No process sees what is over the limit."""
-    limited = await key_of(redis_client, keys, requests_per_minute=2)
+    limited = await bearer(requests_per_minute=2)
     seconds, _ = await redis_client.time()
     await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         for _ in range(2):
             assert (await http.post(path, json=body, headers=limited)).status_code in (200, 400)
         with no_child_process():
@@ -230,14 +219,13 @@ async def test_every_call_counts_before_anything_is_done_for_it(
 
 async def test_a_call_that_the_queue_refuses_is_given_back(
     slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    gateway: Gateways,
+    bearer: Bearer,
 ) -> None:
     """And one that repeats another: exactly as many jobs are accepted as the limit says."""
-    limited = await key_of(redis_client, keys, requests_per_minute=3)
+    limited = await bearer(requests_per_minute=3)
     key = {"idempotency-key": "a", **limited}
-    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+    async with gateway(lane_bound_tokens=250) as http:
         for headers in (key, key, limited):
             assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
         for _ in range(3):
@@ -249,13 +237,8 @@ async def test_a_call_that_the_queue_refuses_is_given_back(
         assert refusal_of(answer)[:2] == (429, "tenant_quota")
 
 
-async def test_a_long_body_of_a_refused_call_is_not_read(
-    slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-) -> None:
-    limited = await key_of(redis_client, keys, requests_per_minute=1)
+async def test_a_long_body_of_a_refused_call_is_not_read(gateway: Gateways, bearer: Bearer) -> None:
+    limited = await bearer(requests_per_minute=1)
     long = json.dumps(BODY | {"prompt": "a" * 1_000_000}).encode()
 
     was_read: list[bool] = []
@@ -264,7 +247,7 @@ async def test_a_long_body_of_a_refused_call_is_not_read(
         was_read.append(True)
         yield long
 
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         await http.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=limited)
         headers = {**JSON, **limited, "content-length": str(len(long))}
         refused = await http.post("/v1/completions", content=content(), headers=headers)
@@ -287,16 +270,16 @@ def no_child_process() -> Iterator[None]:
 @pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 250}])
 async def test_a_caller_that_follows_retry_after_is_accepted(
     slow_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
+    gateway: Gateways,
     redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    bearer: Bearer,
     limits: dict[str, Any],
 ) -> None:
     """Exactly from that time on, by the clock of Redis."""
-    headers = await key_of(redis_client, keys, **limits)
+    headers = await bearer(**limits)
     seconds, _ = await redis_client.time()
     await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         for _ in range(2):
             await http.post("/v1/jobs", json=JOB, headers=headers)
         refused = await http.post("/v1/jobs", json=JOB, headers=headers)
@@ -308,12 +291,17 @@ async def test_a_caller_that_follows_retry_after_is_accepted(
             assert answer.status_code == status
 
 
-async def test_a_deadline_that_cannot_be_kept(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis
-) -> None:
-    """98 tokens at 5 per second take 19.6 s. Without Retry-After if no time would help."""
+async def test_a_deadline_that_cannot_be_kept(gateway: Gateways) -> None:
+    """98 tokens at 5 per second take 19.6 s. Without Retry-After if no time would help. A cap is no
+    reason to refuse, as most outputs are shorter."""
+    async with gateway() as http:
+        assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})).status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 5})
+        assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
+        job_id = (await http.get("/v1/jobs")).json()["data"][0]["id"]
+        await http.post(f"/v1/jobs/{job_id}/cancel")
     known = JOB | {"body": JOB["body"] | {"expected_output_tokens": 98}}
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         answer = await http.post("/v1/jobs", json=known | {"deadline_s": 10})
         assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
         assert (await http.post("/v1/jobs", json=known | {"deadline_s": 25})).status_code == 202
@@ -321,22 +309,12 @@ async def test_a_deadline_that_cannot_be_kept(
         assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
 
 
-async def test_a_cap_is_no_reason_to_refuse(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis
-) -> None:
-    """On a slow worker the longest output would take longer than a call may; most are shorter."""
-    async with gateway(make_settings(redis_server.url)) as http:
-        assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})).status_code == 202
-        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 5})
-        assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
-
-
 async def test_no_worker_to_answer_a_call(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+    apps: Gateways, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """503 for calls. Jobs are queued, with the cold start in their ETA."""
     await publish_model(redis_client, keys)
-    async with gateway(make_settings(redis_server.url, cold_start_s=40.0)) as http:
+    async with apps(cold_start_s=40.0) as http:
         answer = await http.post("/v1/completions", json=BODY)
         assert refusal_of(answer) == (503, "no_workers", "no_workers", None)
         queued = (await http.post("/v1/jobs", json=JOB)).json()
@@ -344,7 +322,7 @@ async def test_no_worker_to_answer_a_call(
 
 
 async def test_a_worker_that_is_on_its_way(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+    apps: Gateways, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """The 503 names its time as announced, from what its last start took; a second once that is
     over, and no time a minute later. A queue at another model changes nothing."""
@@ -352,7 +330,7 @@ async def test_a_worker_that_is_on_its_way(
     start_ms = 1_700_000_000_000
     await redis_client.set(TEST_CLOCK, f"={start_ms}")
     starts = Starts(redis_client, keys)
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with apps() as http:
 
         async def retry_after_of_call() -> str | None:
             answer = await http.post("/v1/completions", json=BODY)
@@ -373,7 +351,7 @@ async def test_a_worker_that_is_on_its_way(
 async def test_a_redis_that_is_away() -> None:
     """503 with a short Retry-After."""
     settings = make_settings("redis://127.0.0.1:1", api_key="k" * 16)
-    async with gateway(settings) as http:
+    async with running(create_app(settings, draw=lambda: 0.0)) as http:
         own = {"authorization": f"Bearer {'k' * 16}"}
         for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY), ("/v1/quote", JOB)):
             answer = await http.post(path, json=body, headers=own)
@@ -385,29 +363,21 @@ async def test_a_gateway_that_is_draining(
 ) -> None:
     """503 for new calls; existing jobs can be read."""
     app = create_app(make_settings(redis_server.url), draw=lambda: 0.0)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
-    ):
+    async with running(app) as http:
         job_id = (await http.post("/v1/jobs", json=JOB)).json()["id"]
         app.state.gateway.drain.begin(10.0)
         for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY)):
-            assert refusal_of(await http.post(path, json=body)) == (
-                503,
-                "draining",
-                "draining",
-                "1",
-            )
+            refused = refusal_of(await http.post(path, json=body))
+            assert refused == (503, "draining", "draining", "1")
         assert (await http.get(f"/v1/jobs/{job_id}")).status_code == 200
 
 
 async def test_a_lane_that_nobody_serves(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+    apps: Gateways, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """400 with the lanes of the model's workers."""
     await publish_model(redis_client, keys, lanes=("gold", "standard"))
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with apps() as http:
         answer = await http.post("/v1/jobs", json=JOB | {"lane": "batch"})
         assert refusal_of(answer)[:2] == (400, "unknown_lane")
         assert answer.json()["error"]["param"] == "lane"
@@ -416,7 +386,7 @@ async def test_a_lane_that_nobody_serves(
 
 
 async def test_a_waiting_job_shows_its_position_and_eta(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis, http: httpx.AsyncClient
+    slow_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """In the 202, in the job's status and as events when they change; null once it runs."""
     first = (await http.post("/v1/jobs", json=JOB)).json()
@@ -445,10 +415,10 @@ async def test_a_waiting_job_shows_its_position_and_eta(
 
 
 async def test_a_quote_gives_the_answer_of_a_submission_and_queues_nothing(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+    gateway: Gateways, redis_client: redis.asyncio.Redis
 ) -> None:
     """Prompt tokens, position and times; and the refusal if the job would be rejected."""
-    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+    async with gateway(lane_bound_tokens=250) as http:
         await http.post("/v1/jobs", json=JOB)
         before = await redis_client.dbsize()
         for _ in range(2):
@@ -468,6 +438,44 @@ async def test_a_quote_gives_the_answer_of_a_submission_and_queues_nothing(
         assert refusal["retry_after_s"] == 5.0
         wrong = await http.post("/v1/quote", json=JOB | {"body": BODY | {"n": 9}})
         assert wrong.json()["error"]["param"] == "body.n"
+
+
+QUOTED = BODY | {"max_tokens": 50}
+QUOTED_CHAT = CHAT | {"max_tokens": 50}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+LEARNED = 3  # tokens of the worker's outputs
+NUM_OUTPUTS = 5  # until they predict others
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "predicted"),
+    [
+        (COMPLETIONS, QUOTED, LEARNED),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True}, 50),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "n": 2}, 100),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "prompt": ["a", "b", "cd"]}, 150),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "expected_output_tokens": 7}, 50),
+        # The context of 512 has room for 4 more tokens.
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "prompt": ["a", "b" * 508]}, 54),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "stop": "x"}, 50),
+        (COMPLETIONS, QUOTED | {"ignore_eos": True, "stop_token_ids": [65]}, 50),
+        (COMPLETIONS, QUOTED | {"ignore_eos": False}, LEARNED),
+        (COMPLETIONS, QUOTED | {"min_tokens": 9, "expected_output_tokens": 7}, 9),
+        (CHATS, QUOTED_CHAT, LEARNED),
+        (CHATS, QUOTED_CHAT | {"ignore_eos": True}, 50),
+        (CHATS, QUOTED_CHAT | {"ignore_eos": True, "stop": []}, 50),
+    ],
+)
+async def test_what_ends_at_max_tokens_alone_is_quoted_with_all_of_them(
+    worker: FakeWorker, http: httpx.AsyncClient, endpoint: str, body: dict[str, Any], predicted: int
+) -> None:
+    """Otherwise earlier outputs tell."""
+    worker.script = says("abc")
+    for _ in range(NUM_OUTPUTS):
+        assert (await http.post(COMPLETIONS, json=QUOTED)).status_code == 200
+    asked = {"endpoint": endpoint, "body": body, "lane": "standard"}
+    quote = (await http.post("/v1/quote", json=asked)).json()
+    assert quote["predicted_output_tokens"] == predicted, quote
 
 
 async def test_server_timing_reports_phases(worker: FakeWorker, http: httpx.AsyncClient) -> None:
@@ -530,12 +538,10 @@ def test_lanes_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("lane", "num_taken"), [("interactive", 1), ("standard", 7)])
-async def test_waits_are_limited_by_default(
-    slow_worker: FakeWorker, redis_server: EmbeddedRedis, lane: str, num_taken: int
-) -> None:
+async def test_waits_are_limited_by_default(gateway: Gateways, lane: str, num_taken: int) -> None:
     """Jobs of 100 tokens at 10 per second: 5 s in interactive, half of a call's deadline in
     standard, no limit in batch."""
-    async with gateway(make_settings(redis_server.url)) as http:
+    async with gateway() as http:
         for _ in range(num_taken):
             assert (await http.post("/v1/jobs", json=JOB | {"lane": lane})).status_code == 202
         answer = await http.post("/v1/jobs", json=JOB | {"lane": lane})
@@ -545,40 +551,39 @@ async def test_waits_are_limited_by_default(
             assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
 
 
+@pytest.fixture
+async def memory(redis_client: redis.asyncio.Redis) -> AsyncIterator[Callable[[int], Any]]:
+    """Sets Redis's maxmemory for a test."""
+    before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
+    yield partial(redis_client.config_set, "maxmemory")
+    await redis_client.config_set("maxmemory", before)
+
+
 async def test_tokens_are_limited_by_the_memory_of_redis_by_default(
-    slow_worker: FakeWorker, redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+    gateway: Gateways, memory: Callable[[int], Any]
 ) -> None:
     """Jobs of 2,002 tokens: batch accepts as many as fit into two fifths of the memory at 32
     bytes per token."""
-    before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
-    body = BODY | {"max_tokens": 500, "n": 4}
-    job = JOB | {"lane": "batch", "body": body}
-    await redis_client.config_set("maxmemory", 16 * 2**20)
-    try:
-        async with gateway(make_settings(redis_server.url)) as http:
-            for _ in range(tokens_in(16 * 2**20) // 2002):
-                answer = await http.post("/v1/jobs", json=job)
-                assert answer.status_code == 202, answer.text
-            assert refusal_of(await http.post("/v1/jobs", json=job))[:2] == (429, "lane_full")
-    finally:
-        await redis_client.config_set("maxmemory", before)
+    job = JOB | {"lane": "batch", "body": BODY | {"max_tokens": 500, "n": 4}}
+    await memory(16 * 2**20)
+    async with gateway() as http:
+        for _ in range(tokens_in(16 * 2**20) // 2002):
+            answer = await http.post("/v1/jobs", json=job)
+            assert answer.status_code == 202, answer.text
+        assert refusal_of(await http.post("/v1/jobs", json=job))[:2] == (429, "lane_full")
 
 
 async def test_a_redis_without_maxmemory_is_logged(
-    slow_worker: FakeWorker,
     redis_client: redis.asyncio.Redis,
-    redis_server: EmbeddedRedis,
+    gateway: Gateways,
+    memory: Callable[[int], Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once. The memory of its machine is used instead."""
-    before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
-    await redis_client.config_set("maxmemory", 0)
-    try:
-        machine_bytes = (await redis_client.info("memory"))["total_system_memory"]
-        assert await max_memory(redis_client) == (machine_bytes, False)
-        async with gateway(make_settings(redis_server.url)) as http:
-            for _ in range(2):
-                assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
-    finally:
-        await redis_client.config_set("maxmemory", before)
+    await memory(0)
+    machine_bytes = (await redis_client.info("memory"))["total_system_memory"]
+    assert await max_memory(redis_client) == (machine_bytes, False)
+    async with gateway() as http:
+        for _ in range(2):
+            assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
     assert caplog.text.count("Redis has no maxmemory") == 1

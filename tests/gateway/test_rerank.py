@@ -8,7 +8,7 @@ import pytest
 
 from contract.jobs import Job
 from tests.fakes import BOS_ID, EOS_ID, encode_text
-from tests.gateway.conftest import Serving
+from tests.gateway.conftest import Serving, answered
 from tests.gateway.test_embeddings import expected, ids_of
 from tests.gateway.vector_worker import (
     CLASSIFIER,
@@ -24,13 +24,6 @@ from tests.gateway.vector_worker import (
 pytestmark = pytest.mark.anyio
 
 DOCUMENTS = ["one", "two", "three", "four"]
-
-
-async def ask(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def id_of(prefix: str, job: Job) -> str:
@@ -53,7 +46,7 @@ async def test_documents_are_ranked_by_their_score(
     how many tokens belong to the query, after the model's instruction."""
     worker = await serving(RERANKER)
     body = {"model": RERANKER, "query": "q", "documents": DOCUMENTS}
-    answer = await ask(http, "/v1/rerank", body)
+    answer = await answered(http, "/v1/rerank", body)
     pairs = [pair_ids("I: q", document) for document in DOCUMENTS]
     scores = [vector_of(ids, 1)[0] for ids in pairs]
     [job] = worker.seen
@@ -77,11 +70,11 @@ async def test_the_best_documents_are_returned(serving: Serving, http: httpx.Asy
     await serving(RERANKER)
     documents = ["one", {"text": "two"}, "three", {"text": "four"}]
     body = {"model": RERANKER, "query": "q", "documents": documents}
-    whole = (await ask(http, "/v1/rerank", body))["results"]
+    whole = (await answered(http, "/v1/rerank", body))["results"]
     for top_n, number in ((1, 1), (3, 3), (9, 4), (0, 4)):
-        found = (await ask(http, "/v1/rerank", body | {"top_n": top_n}))["results"]
+        found = (await answered(http, "/v1/rerank", body | {"top_n": top_n}))["results"]
         assert found == whole[:number]
-    found = (await ask(http, "/v1/rerank", body | {"return_documents": True}))["results"]
+    found = (await answered(http, "/v1/rerank", body | {"return_documents": True}))["results"]
     assert [each["document"] for each in found] == [
         {"text": DOCUMENTS[each["index"]]} for each in whole
     ]
@@ -91,7 +84,7 @@ async def test_a_template_renders_pairs(serving: Serving, http: httpx.AsyncClien
     """In the roles of rerankers, after the instruction, without special tokens around it."""
     worker = await serving(TEMPLATED)
     body = {"model": TEMPLATED, "query": "q", "documents": ["one", "two"]}
-    answer = await ask(http, "/v1/rerank", body)
+    answer = await answered(http, "/v1/rerank", body)
     texts = [f"<system>judge<query>q<document>{document}" for document in ("one", "two")]
     [job] = worker.seen
     assert [bytes(ids).decode() for ids in job.prompts] == texts
@@ -105,7 +98,7 @@ async def test_embeddings_rank_by_their_cosine(serving: Serving, http: httpx.Asy
     """Each text after its own instruction; the query is computed once."""
     worker = await serving(EMBEDDER)
     body = {"model": EMBEDDER, "query": "q", "documents": DOCUMENTS}
-    answer = await ask(http, "/v1/rerank", body)
+    answer = await answered(http, "/v1/rerank", body)
     query = expected("Q: q")
     found = {each["index"]: each["relevance_score"] for each in answer["results"]}
     assert found == pytest.approx(
@@ -130,7 +123,9 @@ async def test_texts_are_scored_in_pairs(
     """One with one, one with each of several, or each with its own; by either kind of model."""
     worker = await serving(RERANKER)
     await serving(EMBEDDER)
-    answer = await ask(http, "/v1/score", {"model": RERANKER, "text_1": first, "text_2": second})
+    answer = await answered(
+        http, "/v1/score", {"model": RERANKER, "text_1": first, "text_2": second}
+    )
     scores = [vector_of(pair_ids(f"I: {a}", b), 1)[0] for a, b in pairs]
     assert answer == {
         "id": id_of("score", worker.seen[0]),
@@ -140,7 +135,9 @@ async def test_texts_are_scored_in_pairs(
         "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)],
         "usage": answer["usage"],
     }
-    answer = await ask(http, "/v1/score", {"model": EMBEDDER, "text_1": first, "text_2": second})
+    answer = await answered(
+        http, "/v1/score", {"model": EMBEDDER, "text_1": first, "text_2": second}
+    )
     cosines = [cosine(expected(f"Q: {a}"), expected(f"D: {b}")) for a, b in pairs]
     assert [each["score"] for each in answer["data"]] == pytest.approx(cosines)
 
@@ -149,7 +146,7 @@ async def test_texts_are_scored_in_pairs(
 async def test_texts_are_classified(serving: Serving, http: httpx.AsyncClient, given: Any) -> None:
     """With the label of the highest number, in vLLM's shape."""
     worker = await serving(CLASSIFIER)
-    answer = await ask(http, "/v1/classify", {"model": CLASSIFIER, "input": given})
+    answer = await answered(http, "/v1/classify", {"model": CLASSIFIER, "input": given})
     [job] = worker.seen
     probs = [vector_of(ids, len(LABELS)) for ids in job.prompts]
     assert answer == {
@@ -172,7 +169,7 @@ async def test_pairs_are_classified(
 ) -> None:
     """As pairs of the tokenizer, whose first part the job tells."""
     worker = await serving(model)
-    answer = await ask(http, "/v1/classify", {"model": model, "input": pairs})
+    answer = await answered(http, "/v1/classify", {"model": model, "input": pairs})
     [job] = worker.seen
     prompts = [pair_ids(*pair) for pair in pairs]
     assert list(job.prompts) == prompts
@@ -188,7 +185,7 @@ async def test_a_model_with_one_score_classifies_single_texts(
 ) -> None:
     """With the name of its score."""
     await serving(GRADER)
-    answer = await ask(http, "/v1/classify", {"model": GRADER, "input": "ab"})
+    answer = await answered(http, "/v1/classify", {"model": GRADER, "input": "ab"})
     probs = vector_of(ids_of("ab"), 1)
     assert answer["data"] == [{"index": 0, "label": "grade", "probs": probs, "num_classes": 1}]
 
@@ -200,6 +197,6 @@ async def test_other_paths_of_a_rerank_have_the_same_answer(
     """Those of Cohere's client and of LiteLLM's providers, with what their bodies have beside."""
     await serving(RERANKER)
     body = {"model": RERANKER, "query": "q", "documents": DOCUMENTS, "top_n": 2}
-    expected = await ask(http, "/v1/rerank", body)
-    answer = await ask(http, path, body | {"priority": 1, "max_tokens_per_doc": 4096})
+    expected = await answered(http, "/v1/rerank", body)
+    answer = await answered(http, path, body | {"priority": 1, "max_tokens_per_doc": 4096})
     assert answer["results"] == expected["results"]

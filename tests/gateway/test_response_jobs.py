@@ -6,13 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 from openai import AsyncOpenAI
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.callbacks.test_delivery import service
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways, answered, error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_jobs import events, field, submit
 from tests.gateway.test_responses_api import BODY, TOOL, client, thinks_and_calls
@@ -80,37 +79,20 @@ async def test_the_events_of_a_job_are_those_of_its_response(
 
 
 async def test_a_response_is_quoted(http: httpx.AsyncClient, worker: FakeWorker) -> None:
-    answer = await http.post("/v1/quote", json={**JOB, "body": {**BODY, "max_output_tokens": 7}})
-    assert answer.status_code == 200, answer.text
-    shown = answer.json()
+    body = {**BODY, "max_output_tokens": 7}
+    shown = await answered(http, "/v1/quote", {**JOB, "body": body})
     assert (shown["endpoint"], shown["predicted_output_tokens"]) == ("/v1/responses", 7)
     assert shown["prompt_tokens"] > 0
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"store": False}, "body.store", "invalid_value"),
-    ({"on_disconnect": "cancel"}, "body.on_disconnect", "invalid_value"),
-    ({"input": []}, "body.input", "invalid_value"),
-    ({"input": "x" * 600}, "body.input", "context_length_exceeded"),
-    ({"inputs": "x"}, "body.inputs", "unknown_parameter"),
-    ({"tools": [{"type": "web_search"}]}, "body.tools.0.type", "unsupported_parameter"),
-    ({"conversation": "c"}, "body.conversation", "unsupported_parameter"),
-    ({"previous_response_id": "r"}, "body.previous_response_id", "previous_response_not_found"),
-    ({"model": "none"}, "body.model", "model_not_found"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "code"), REFUSED)
-async def test_a_bad_response_is_refused_by_its_field(
-    http: httpx.AsyncClient,
-    worker: FakeWorker,
-    fields: dict[str, Any],
-    param: str,
-    code: str,
+@pytest.mark.parametrize("fields", [{"store": False}, {"on_disconnect": "cancel"}])
+async def test_what_a_job_cannot_be_is_refused_by_its_field(
+    http: httpx.AsyncClient, worker: FakeWorker, fields: dict[str, Any]
 ) -> None:
+    """test_responses_api.py has what no response can be."""
     answer = await http.post("/v1/jobs", json={**JOB, "body": {**BODY, **fields}})
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, code), answer.text
+    [name] = fields
+    assert error_of(answer)[1:] == (f"body.{name}", "invalid_value")
     assert worker.seen == []
 
 
@@ -146,7 +128,7 @@ TOLD: list[tuple[dict[str, Any], dict[str, Any], str | None, bool]] = [
 )
 async def test_a_full_callback_has_the_response(
     redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
+    gateways: Gateways,
     idle_worker: FakeWorker,
     tmp_path: Path,
     fields: dict[str, Any],
@@ -156,27 +138,22 @@ async def test_a_full_callback_has_the_response(
 ) -> None:
     """As GET shows it; not with log probabilities, for which the message says where it is."""
     store = str(tmp_path)
-    settings = make_settings(
-        redis_server.url, object_store=store, callback_allow=("127.0.0.0/8",), **options
-    )
     idle_worker.script = thinks_and_calls if "tools" in fields else says("Hello")
     async with (
         Receiver({"/": always(Answer())}) as receiver,
         service(redis_server, object_store=store),
+        gateways(object_store=store, callback_allow=("127.0.0.0/8",), **options) as http,
     ):
         callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
-        with running_gateway(settings) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-                job = {**JOB, "body": BODY | fields, "callback": callback}
-                job_id = await submit(http, job)
-                claimed = await idle_worker.claim()
-                assert (claimed.job.stored_response is not None) is (options == STORED)
-                if code is None:
-                    await idle_worker.run(claimed)
-                else:
-                    await idle_worker.finish(claimed, 1, code, "broken")
-                got = await http.get(f"/v1/responses/{response_of(job_id)}")
-                await receiver.until(lambda: len(receiver.messages) == 1)
+        job_id = await submit(http, {**JOB, "body": BODY | fields, "callback": callback})
+        claimed = await idle_worker.claim()
+        assert (claimed.job.stored_response is not None) is (options == STORED)
+        if code is None:
+            await idle_worker.run(claimed)
+        else:
+            await idle_worker.finish(claimed, 1, code, "broken")
+        got = await http.get(f"/v1/responses/{response_of(job_id)}")
+        await receiver.until(lambda: len(receiver.messages) == 1)
     data = receiver.messages[0].body["data"]
     assert "choices" not in data
     assert data.get("response") == (got.json() if is_full else None)

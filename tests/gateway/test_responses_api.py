@@ -18,6 +18,7 @@ from contract.functions import Functions
 from contract.jobs import FinishReason, Job
 from tests.fakes import output_text
 from tests.fleet import until
+from tests.gateway.conftest import error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_structured import accepts
 from tests.workers.output.reading import split, tool_format
@@ -194,22 +195,7 @@ async def test_an_output_is_parsed_by_its_schema(client: AsyncOpenAI, worker: Fa
 async def test_log_probabilities_are_those_of_the_text(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
-    """In the output, and in the events of its text."""
-    fields: Any = {"top_logprobs": 1, "include": ["message.output_text.logprobs"]}
-    response = await client.responses.create(model=MODEL, input="Hi", **fields)
-
-    [message] = response.output
-    assert message.type == "message"
-    [part] = message.content
-    assert part.type == "output_text"
-    assert "".join(logprob.token for logprob in part.logprobs or ()).startswith("Hello w")
-    assert {len(logprob.top_logprobs) for logprob in part.logprobs or ()} == {1}
-
-
-async def test_a_part_begins_without_log_probabilities(
-    client: AsyncOpenAI, worker: FakeWorker
-) -> None:
-    """They come with its text, each once."""
+    """In the output, and in the events of its text, each once: a part begins without them."""
     fields: Any = {"top_logprobs": 1, "include": ["message.output_text.logprobs"]}
     stream = await client.responses.create(model=MODEL, input="Hi", stream=True, **fields)
     events: dict[str, list[Any]] = {}
@@ -222,6 +208,12 @@ async def test_a_part_begins_without_log_probabilities(
     deltas = events["response.output_text.delta"]
     told = [logprob.token for delta in deltas for logprob in delta.logprobs]
     assert told == [logprob.token for logprob in done.part.logprobs]
+    response = await client.responses.create(model=MODEL, input="Hi", **fields)
+    part = response.output[0].content[0]
+    assert part.type == "output_text"
+    assert [logprob.token for logprob in part.logprobs or ()] == told
+    assert "".join(told).startswith("Hello w")
+    assert {len(logprob.top_logprobs) for logprob in part.logprobs or ()} == {1}
 
 
 async def test_a_cut_output_is_incomplete(client: AsyncOpenAI, worker: FakeWorker) -> None:
@@ -263,15 +255,20 @@ async def test_a_failed_job_is_an_error(client: AsyncOpenAI, idle_worker: FakeWo
     assert await client.responses.retrieve(last.response.id) == last.response
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [None, False, True], ids=["whole", "stream", "leaves"])
 async def test_nothing_is_kept_of_a_call_that_is_not_stored(
-    http: httpx.AsyncClient, worker: FakeWorker, functions: Functions, stream: bool
+    http: httpx.AsyncClient, idle_worker: FakeWorker, functions: Functions, leaves: bool | None
 ) -> None:
-    """Neither a response nor its job."""
-    answer = await http.post("/v1/responses", json={**BODY, "store": False, "stream": stream})
-
-    assert answer.status_code == 200
-    job = worker.seen[0]
+    """Neither a response nor its job, which is cancelled first if its caller leaves."""
+    body = {**BODY, "store": False, "stream": leaves is not None}
+    call = asyncio.create_task(http.post("/v1/responses", json=body))
+    claimed = await idle_worker.claim()
+    if leaves:
+        call.cancel()
+    else:
+        await idle_worker.run(claimed)
+        assert (await call).status_code == 200
+    job = claimed.job
 
     async def is_gone() -> bool:
         return await functions.read(job.id, job.tenant) is None
@@ -281,79 +278,66 @@ async def test_nothing_is_kept_of_a_call_that_is_not_stored(
     assert (await http.get(f"/v1/responses/{id_}")).status_code == 404
 
 
-async def test_the_call_of_a_caller_that_leaves_is_not_kept_either(
-    http: httpx.AsyncClient, idle_worker: FakeWorker, functions: Functions
-) -> None:
-    """With `store: false`; the job is cancelled first."""
-    body = {**BODY, "store": False, "stream": True}
-    async with http.stream("POST", "/v1/responses", json=body) as answer:
-        assert answer.status_code == 200
-        job = (await idle_worker.claim()).job
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "unsupported_parameter", "prompt"),
+    ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
+    ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
+    ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
+    ({"tool_choice": {"type": "mcp"}}, "unsupported_parameter", "tool_choice.type"),
+    ({"tool_choice": ALLOWED}, "invalid_value", "tool_choice.tools.0.name"),
+    ({"background": True, "store": False}, "invalid_value", "store"),
+    ({"input": []}, "invalid_value", "input"),
+    ({"input": [{"type": "computer_call"}]}, "unsupported_parameter", "input.0.type"),
+    ({"input": [{"type": "cat"}]}, "invalid_value", "input.0.type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "unsupported_parameter",
+        "input.0.content.0.type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+        "unsupported_parameter",
+        "input.0.content.0.type",
+    ),
+    ({"input": [{"id": "msg_1"}]}, "item_not_found", "input.0.id"),
+    ({"previous_response_id": "resp_1"}, "previous_response_not_found", "previous_response_id"),
+    (
+        {"previous_response_id": "resp_0-" + "0" * 32},
+        "previous_response_not_found",
+        "previous_response_id",
+    ),
+    ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+    ({"input": "x" * 600}, "context_length_exceeded", "input"),
+    ({"text": {"format": {"type": "json_schema"}}}, "invalid_value", "text.format.name"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "cat"}}}},
+        "invalid_value",
+        "text.format.schema",
+    ),
+    ({"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
+    ({"tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
+    ({"top_k": 1}, "unknown_parameter", "top_k"),
+    ({"model": "none"}, "model_not_found", "model"),
+]
 
-    async def is_gone() -> bool:
-        return await functions.read(job.id, job.tenant) is None
 
-    await until(is_gone)
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "unsupported_parameter", "prompt"),
-        ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
-        ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
-        ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
-        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
-        ({"tool_choice": {"type": "mcp"}}, "unsupported_parameter", "tool_choice.type"),
-        ({"tool_choice": ALLOWED}, "invalid_value", "tool_choice.tools.0.name"),
-        ({"background": True, "store": False}, "invalid_value", "store"),
-        ({"input": []}, "invalid_value", "input"),
-        ({"input": [{"type": "computer_call"}]}, "unsupported_parameter", "input.0.type"),
-        ({"input": [{"type": "cat"}]}, "invalid_value", "input.0.type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "unsupported_parameter",
-            "input.0.content.0.type",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
-            "unsupported_parameter",
-            "input.0.content.0.type",
-        ),
-        ({"input": [{"id": "msg_1"}]}, "item_not_found", "input.0.id"),
-        ({"previous_response_id": "resp_1"}, "previous_response_not_found", "previous_response_id"),
-        (
-            {"previous_response_id": "resp_0-" + "0" * 32},
-            "previous_response_not_found",
-            "previous_response_id",
-        ),
-        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
-        ({"input": "x" * 600}, "context_length_exceeded", "input"),
-        ({"text": {"format": {"type": "json_schema"}}}, "invalid_value", "text.format.name"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "cat"}}}},
-            "invalid_value",
-            "text.format.schema",
-        ),
-        ({"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
-        ({"tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
-        ({"top_k": 1}, "unknown_parameter", "top_k"),
-    ],
-)
+@pytest.mark.parametrize("case", REFUSED)
 async def test_what_cannot_be_done_is_refused_by_name(
-    http: httpx.AsyncClient,
-    idle_worker: FakeWorker,
-    fields: dict[str, Any],
-    code: str,
-    param: str,
+    http: httpx.AsyncClient, idle_worker: FakeWorker, case: tuple[dict[str, Any], str, str]
 ) -> None:
-    """404 for what is not there, else 400; the message names the parameter of this API."""
-    answer = await http.post("/v1/responses", json={**BODY, **fields})
-
+    """404 for what is not there, else 400; the message names the parameter of this API. As a job's
+    body with its place in it."""
+    fields, code, param = case
+    body = {**BODY, **fields}
+    answer = await http.post("/v1/responses", json=body)
+    status = 404 if "not_found" in code else 400
+    assert error_of(answer) == (status, param, code)
     error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (code, param), error
-    assert answer.status_code == (404 if "not_found" in code else 400)
+    if "background" not in fields:
+        as_job = await http.post("/v1/jobs", json={"endpoint": "/v1/responses", "body": body})
+        assert error_of(as_job)[1:] == (f"body.{param}", code)
     of_chats = ("messages", "max_completion_tokens", "response_format")
     assert [name for name in of_chats if name in error["message"]] == []
 

@@ -3,23 +3,24 @@
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
+from msgspec.structs import replace
 
-from contract.events import ChoiceDelta, Tokens
-from contract.function_types import Claimed
+from contract.events import Tokens
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways, gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, says, until_followers
+from tests.gateway.test_jobs import field
+from tests.streams import events_of, whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -30,20 +31,16 @@ USAGE = {"stream_options": {"include_usage": True}}
 @pytest.fixture
 async def other_http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
     """A client of another gateway on the same Redis."""
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            yield client
+    async with gateway_client(redis_server.url) as client:
+        yield client
 
 
-async def parts_of(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> list[str]:
-    answer = await http.post("/v1/completions", json=body, headers=headers)
+async def parts_of(
+    http: httpx.AsyncClient, body: dict[str, Any], query: str = "", **headers: str
+) -> list[str]:
+    answer = await http.post(f"/v1/completions{query}", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return [part for part in answer.text.split("\n\n") if part and not part.startswith(":")]
-
-
-def id_of(part: str) -> str | None:
-    lines = [line for line in part.splitlines() if line.startswith("id: ")]
-    return lines[0].removeprefix("id: ") if lines else None
 
 
 @pytest.mark.parametrize("options", [USAGE, {"logprobs": 2, "n": 2, "echo": True}])
@@ -57,21 +54,18 @@ async def test_a_call_resumes_at_any_gateway_from_every_event(
     body, key = BODY | options, f"k-{json.dumps(options, separators=(',', ':'))}"
     whole = await parts_of(http, body, **{"idempotency-key": key})
     assert whole[-1] == "data: [DONE]"
-    cuts = [i for i, part in enumerate(whole) if id_of(part)]
+    ids = [field(part, "id") for part in whole]
+    cuts = [i for i, last_id in enumerate(ids) if last_id]
     assert len(cuts) == 3
     for cut in cuts:
-        last_id = id_of(whole[cut]) or ""
+        last_id = ids[cut] or ""
         number = last_id.partition(".")[0]
         for given in (last_id, number):
             headers = {"idempotency-key": key, "last-event-id": given}
             assert await parts_of(other_http, body, **headers) == whole[cut + 1 :]
-        answer = await other_http.post(
-            "/v1/completions",
-            json=body,
-            headers={"idempotency-key": key},
-            params={"starting_after": number},
-        )
-        assert [p for p in answer.text.split("\n\n") if p and p[0] != ":"] == whole[cut + 1 :]
+        query = f"?starting_after={number}"
+        rest = await parts_of(other_http, body, query, **{"idempotency-key": key})
+        assert rest == whole[cut + 1 :]
     assert len(worker.seen) == 1
 
 
@@ -90,19 +84,14 @@ async def test_a_broken_stream_resumes_at_another_gateway(
         await idle_worker.say(claimed, number, event)
     await idle_worker.finish(claimed, 4)
     rest = await parts_of(other_http, BODY, **headers, **{"last-event-id": last_id})
-    data = [part.splitlines()[0].removeprefix("data: ") for part in rest[:-1]]
-    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in data]
-    assert texts == ["two", "three"]
+    data = [json.loads(field(part, "data") or "") for part in rest[:-1]]
+    assert [chunk["choices"][0]["text"] for chunk in data] == ["two", "three"]
 
 
 async def first_id(pending: Any) -> str:
     """The id of a stream's first event, or ''; then disconnects."""
     async with pending as answer:
-        lines = answer.aiter_lines()
-        async for line in lines:
-            if line.startswith("data: "):
-                return str((await anext(lines)).removeprefix("id: "))
-    raise AssertionError("the stream had no event")
+        return (await anext(events_of(answer))).id or ""
 
 
 async def test_an_unknown_position_resets_the_stream(
@@ -136,25 +125,8 @@ async def test_a_position_needs_a_stream_and_a_key(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-async def hang_up(
-    http: httpx.AsyncClient,
-    worker: FakeWorker,
-    client: redis.asyncio.Redis,
-    keys: Keys,
-    **call: Any,
-) -> Claimed:
-    """Starts a call and disconnects; returns once the gateway has noticed."""
-    pending = http.stream("POST", "/v1/completions", **call)
-    reading = asyncio.create_task(first_id(pending))
-    claimed = await worker.claim()
-    await worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
-    await reading
-    await until_followers(client, keys, claimed.job.id, 0)
-    return claimed
-
-
 @pytest.mark.parametrize(
-    ("choice", "key", "status"),
+    "case",
     [
         (None, None, JobStatus.CANCELLED),
         (None, "left", JobStatus.STREAMING),
@@ -167,14 +139,18 @@ async def test_on_disconnect_decides_about_the_job(
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
-    choice: str | None,
-    key: str | None,
-    status: JobStatus,
+    case: tuple[str | None, str | None, JobStatus],
 ) -> None:
     """`on_disconnect`. Without it an idempotency key means that the caller may come back."""
+    choice, key, status = case
     headers = {"idempotency-key": key} if key else {}
     body = BODY | {"on_disconnect": choice}
-    claimed = await hang_up(http, idle_worker, redis_client, keys, json=body, headers=headers)
+    pending = http.stream("POST", "/v1/completions", json=body, headers=headers)
+    reading = asyncio.create_task(first_id(pending))
+    claimed = await idle_worker.claim()
+    await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
+    await reading
+    await until_followers(redis_client, keys, claimed.job.id, 0)  # the gateway has noticed
     found = await idle_worker.functions.read(claimed.job.id, claimed.job.tenant)
     assert found is not None
     assert found[0].status is status
@@ -196,7 +172,7 @@ async def test_on_disconnect_of_a_job_can_only_be_continue(
 
 async def test_a_reader_that_stops_reading_is_disconnected_and_can_resume(
     idle_worker: FakeWorker,
-    redis_server: EmbeddedRedis,
+    gateways: Gateways,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,52 +181,40 @@ async def test_a_reader_that_stops_reading_is_disconnected_and_can_resume(
     connection; the log has the rest."""
     num_events, text = 40, "x" * 400_000
     monkeypatch.setattr(GatewaySettings, "stall_timeout_s", 0.2)
-    settings = make_settings(redis_server.url)
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}}
-            job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
-            claimed = await idle_worker.claim()
-            ids: list[int] = []
-            async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
-                await until_followers(redis_client, keys, job_id, 1)
-                for number, event in enumerate(says(*"a" * num_events)(claimed.job), 1):
-                    assert isinstance(event, Tokens)
-                    size = len(text) if number > 1 else 1
-                    long = Tokens(tuple(_with_text(delta, text[:size]) for delta in event.deltas))
-                    await idle_worker.say(claimed, number, long)
-                await idle_worker.finish(claimed, num_events + 1)
-                await until_followers(redis_client, keys, job_id, 0)  # nothing is read meanwhile
-                await read(answer, ids)
-            assert ids[-1] < num_events
-            headers = {"last-event-id": str(ids[-1])}
-            async with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
-                await read(answer, ids)
+    async with gateways() as http:
+        http.timeout = httpx.Timeout(60)
+        job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}}
+        job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        claimed = await idle_worker.claim()
+        ids: list[int] = []
+        async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+            await until_followers(redis_client, keys, job_id, 1)
+            for number, event in enumerate(says(*"a" * num_events)(claimed.job), 1):
+                assert isinstance(event, Tokens)
+                size = len(text) if number > 1 else 1
+                deltas = (replace(delta, text=text[:size]) for delta in event.deltas)
+                await idle_worker.say(claimed, number, Tokens(tuple(deltas)))
+            await idle_worker.finish(claimed, num_events + 1)
+            await until_followers(redis_client, keys, job_id, 0)  # nothing is read meanwhile
+            await read(answer, ids)
+        assert ids[-1] < num_events
+        headers = {"last-event-id": str(ids[-1])}
+        async with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
+            await read(answer, ids)
     assert ids == list(range(1, num_events + 2))
-
-
-def _with_text(delta: ChoiceDelta, text: str) -> ChoiceDelta:
-    return ChoiceDelta(delta.choice, delta.start, delta.token_ids, text, delta.finish_reason)
 
 
 async def read(answer: httpx.Response, ids: list[int]) -> None:
     """Records the numbers of complete events, until the stream ends or breaks."""
-    last_id = 0
     with contextlib.suppress(httpx.TransportError):
-        async for line in answer.aiter_lines():
-            if line.startswith("id: "):
-                last_id = int(line[4:].partition(".")[0])
-            elif not line and last_id and last_id not in ids:
-                ids.append(last_id)
+        async for event in events_of(answer):
+            if event.id:
+                ids += [int(event.id.partition(".")[0])]
 
 
 @pytest.mark.parametrize("status", ["succeeded", "failed", "cancelled", "expired"])
 async def test_every_stream_of_a_job_ends_in_its_terminal_event(
-    idle_worker: FakeWorker,
-    http: httpx.AsyncClient,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    status: str,
+    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, status: str
 ) -> None:
     """Whether it is followed live or read afterwards."""
     job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}, "deadline_s": 60}
@@ -265,7 +229,4 @@ async def test_every_stream_of_a_job_ends_in_its_terminal_event(
     else:
         await idle_worker.finish(claimed, 2, "engine_error" if status == "failed" else "")
     for answer in (await live, await http.get(f"/v1/jobs/{job_id}/events")):
-        text = re.sub(r"^:.*\n", "", answer.text, flags=re.MULTILINE)  # comments, before any event
-        events = [part for part in text.split("\n\n") if part]
-        assert events[-2].startswith(f"event: {status}\n")
-        assert events[-1] == "data: [DONE]"
+        assert whole_stream(answer.text)[-1].type == status

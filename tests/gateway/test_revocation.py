@@ -12,9 +12,8 @@ from contract.api_keys import ApiKeys, KeyTerms
 from contract.function_types import Claimed
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +47,7 @@ CALLS: list[tuple[str, dict[str, Any], JobStatus]] = [
 
 @pytest.mark.parametrize("has_spoken", [False, True], ids=["waiting", "speaking"])
 async def test_a_revoked_key_ends_its_open_calls(
-    redis_server: EmbeddedRedis,
+    gateways: Gateways,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     idle_worker: FakeWorker,
@@ -58,39 +57,35 @@ async def test_a_revoked_key_ends_its_open_calls(
     the call of another key of the same tenant goes on in any case."""
     api_keys = ApiKeys(redis_client, keys)
     (mine, prefix), (other, _) = await bearer(api_keys), await bearer(api_keys)
-    with running_gateway(make_settings(redis_server.url, heartbeat_s=30)) as url:
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=20) as http,
-            asyncio.TaskGroup() as group,
-        ):
-            theirs = group.create_task(http.post("/v1/completions", json=BODY, headers=other))
-            of_other = await idle_worker.claim()
-            opened = []
-            for path, body, status in CALLS:
-                if "{id}" in path:
-                    job = {"endpoint": "/v1/completions", "body": BODY}
-                    made = await http.post("/v1/jobs", json=job, headers=mine)
-                    path = path.format(id=made.json()["id"])
-                method = "POST" if body else "GET"
-                asking = http.request(method, path, json=body or None, headers=mine)
-                call = group.create_task(asking)
-                claimed = await idle_worker.claim()
-                if has_spoken:
-                    await idle_worker.say(claimed, 1, says("Hello")(claimed.job)[0])
-                elif status is JobStatus.STREAMING:
-                    status = JobStatus.CLAIMED
-                opened.append((call, body, claimed, status))
+    async with gateways(heartbeat_s=30) as http, asyncio.TaskGroup() as group:
+        theirs = group.create_task(http.post("/v1/completions", json=BODY, headers=other))
+        of_other = await idle_worker.claim()
+        opened = []
+        for path, body, status in CALLS:
+            if "{id}" in path:
+                job = {"endpoint": "/v1/completions", "body": BODY}
+                made = await http.post("/v1/jobs", json=job, headers=mine)
+                path = path.format(id=made.json()["id"])
+            method = "POST" if body else "GET"
+            asking = http.request(method, path, json=body or None, headers=mine)
+            call = group.create_task(asking)
+            claimed = await idle_worker.claim()
+            if has_spoken:
+                await idle_worker.say(claimed, 1, says("Hello")(claimed.job)[0])
+            elif status is JobStatus.STREAMING:
+                status = JobStatus.CLAIMED
+            opened.append((call, body, claimed, status))
 
-            await api_keys.revoke(prefix)
-            async with asyncio.timeout(PROMISED_S):
-                await asyncio.wait([call for call, *_ in opened])
+        await api_keys.revoke(prefix)
+        async with asyncio.timeout(PROMISED_S):
+            await asyncio.wait([call for call, *_ in opened])
 
-            for call, body, claimed, status in opened:
-                assert_ended(call.result(), is_stream=bool(body.get("stream")) or not body)
-                await until(partial(has_status, idle_worker, claimed, status))
-            assert not theirs.done()
-            await idle_worker.run(of_other)
-            assert (await theirs).status_code == 200
+        for call, body, claimed, status in opened:
+            assert_ended(call.result(), is_stream=bool(body.get("stream")) or not body)
+            await until(partial(has_status, idle_worker, claimed, status))
+        assert not theirs.done()
+        await idle_worker.run(of_other)
+        assert (await theirs).status_code == 200
 
 
 async def has_status(worker: FakeWorker, claimed: Claimed, status: JobStatus) -> bool:
@@ -109,30 +104,25 @@ def assert_ended(answer: httpx.Response, *, is_stream: bool) -> None:
 
 
 async def test_an_expired_key_ends_its_open_call(
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    idle_worker: FakeWorker,
+    gateways: Gateways, redis_client: redis.asyncio.Redis, keys: Keys, idle_worker: FakeWorker
 ) -> None:
     """As a revoked one."""
     mine, _ = await bearer(ApiKeys(redis_client, keys), lifetime_s=1.0)
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            answer = await http.post("/v1/completions", json=BODY | STREAM, headers=mine)
+    async with gateways() as http:
+        answer = await http.post("/v1/completions", json=BODY | STREAM, headers=mine)
     assert_ended(answer, is_stream=True)
 
 
 async def test_the_operator_s_key_and_none_are_not_watched(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, idle_worker: FakeWorker
+    gateways: Gateways, idle_worker: FakeWorker
 ) -> None:
     """A key that looks like one of Redis's is none where no key exists yet."""
     unknown = {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            call = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=unknown))
-            claimed = await idle_worker.claim()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(PROMISED_S):
-                    await asyncio.shield(call)
-            await idle_worker.run(claimed)
-            assert (await call).status_code == 200
+    async with gateways() as http:
+        call = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=unknown))
+        claimed = await idle_worker.claim()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(PROMISED_S):
+                await asyncio.shield(call)
+        await idle_worker.run(claimed)
+        assert (await call).status_code == 200

@@ -1,7 +1,9 @@
 """Keys, hosts, sizes, ids and logs: what strangers and careless callers must not get."""
 
+import asyncio
 import logging
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -57,33 +59,28 @@ async def keyed(keyed_url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_every_route_needs_the_key(keyed: httpx.AsyncClient, method: str, path: str) -> None:
-    """401 without a key, with a wrong one, or with another scheme; something else with the key."""
-    for value in (None, "Bearer wrong", f"Basic {KEY}", "Bearer", f"Bearer {KEY}x"):
-        headers = {} if value is None else {"authorization": value}
+    """401 without a key, with a wrong one, or with another scheme; something else with the key. It
+    may come in a header of its own, beside an Authorization of another kind, such as the signature
+    of AWS' IAM. A bearer counts for more."""
+    signed = {"authorization": "AWS4-HMAC-SHA256 Credential=a"}
+    wrong: list[dict[str, str]] = [
+        *({"authorization": value} for value in ("Bearer wrong", f"Basic {KEY}", "Bearer")),
+        {},
+        {"authorization": f"Bearer {KEY}x"},
+        *(beside | {"x-api-key": value} for beside in ({}, signed) for value in (f"{KEY}x", "")),
+        {"authorization": f"Bearer {KEY}x", "x-api-key": KEY},
+    ]
+    for headers in wrong:
         answer = await keyed.request(method, path, headers=headers)
-        assert answer.status_code == 401
+        assert answer.status_code == 401, headers
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"].startswith("Bearer")
-    right = await keyed.request(method, path, headers={"authorization": f"Bearer {KEY}"})
-    assert right.status_code != 401
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_the_key_may_come_in_a_header_of_its_own(
-    keyed: httpx.AsyncClient, method: str, path: str
-) -> None:
-    """Beside an Authorization of another kind, such as the signature of AWS' IAM. A bearer counts
-    for more."""
-    beside: tuple[dict[str, str], ...] = ({}, {"authorization": "AWS4-HMAC-SHA256 Credential=a"})
-    for headers in beside:
-        answers = [
-            (await keyed.request(method, path, headers=headers | {"x-api-key": value})).status_code
-            for value in (KEY, f"{KEY}x", "")
-        ]
-        assert answers[0] != 401
-        assert answers[1:] == [401, 401]
-    both = {"authorization": f"Bearer {KEY}x", "x-api-key": KEY}
-    assert (await keyed.request(method, path, headers=both)).status_code == 401
+    for right in (
+        {"authorization": f"Bearer {KEY}"},
+        {"x-api-key": KEY},
+        signed | {"x-api-key": KEY},
+    ):
+        assert (await keyed.request(method, path, headers=right)).status_code != 401, right
 
 
 def test_only_these_routes_need_no_key() -> None:
@@ -110,7 +107,6 @@ async def test_probes_need_no_key(keyed: httpx.AsyncClient) -> None:
 async def test_without_a_key_only_loopback_names_are_served(
     http: httpx.AsyncClient, host: str
 ) -> None:
-    """Without a key only loopback names are allowed."""
     answer = await http.get("/v1/models", headers={"host": host})
     assert answer.status_code == 400
     for own in ("localhost:1", "[::1]:8000", "127.0.0.1"):
@@ -124,6 +120,23 @@ def test_other_addresses_need_a_key(redis_server: EmbeddedRedis) -> None:
         serve(settings, "0.0.0.0", 0)
     bind(make_settings(redis_server.url, api_key=KEY), "0.0.0.0", 0).close()
     bind(settings, "0.0.0.0", 0, has_keys=True).close()
+
+
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Accepted connections send small writes at once."""
+    taken: asyncio.Queue[int] = asyncio.Queue()
+
+    async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock: socket.socket = writer.get_extra_info("socket")
+        taken.put_nowait(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = bind(make_settings("redis://127.0.0.1:1"), "127.0.0.1", 0)
+    async with await asyncio.start_server(take, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await taken.get()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_long_body_is_rejected(http: httpx.AsyncClient) -> None:

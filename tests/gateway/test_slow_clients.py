@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -14,13 +14,13 @@ from gateway.http.arrivals import network_of
 from gateway.server import allow_many_files
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways, make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
 
 IDLE_S, HEAD_S, BODY_S = 1.5, 0.8, 0.8
-PER_ADDRESS = 8
+OWN, PER_ADDRESS = "127.0.0.7", 8
 KEY = "a-key-of-the-operator"
 CALL: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 20}
 LIVEZ = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -107,34 +107,27 @@ async def connected(url: httpx.URL, source: str = "127.0.0.1") -> AsyncIterator[
         writer.close()
 
 
-async def test_a_silent_connection_is_closed(url: httpx.URL) -> None:
-    """uvicorn alone would keep it open."""
+@pytest.mark.parametrize(
+    ("at_once", "slowly", "every_s", "answer"),
+    [
+        (b"", b"", 0.0, b""),
+        (b"", b"GET /livez HTTP/1.1\r\nx-more: ", HEAD_S / 10, b""),
+        (HEAD, b" ", BODY_S / 10, b"HTTP/1.1 408 "),
+        # The response does not need the body, whose rest does not keep the connection open.
+        (HEAD.replace(b"/v1/completions", b"/livez"), b" ", IDLE_S / 10, b"HTTP/1.1 405 "),
+    ],
+    ids=["nothing", "a head", "a body", "the rest of a rejected body"],
+)
+async def test_what_comes_at_a_byte_a_second_is_closed(
+    url: httpx.URL, at_once: bytes, slowly: bytes, every_s: float, answer: bytes
+) -> None:
+    """Each byte is in time, but the whole is not."""
     async with connected(url) as client:
-        assert await client.rest() == b""
-
-
-async def test_a_head_at_a_byte_a_second_is_closed(url: httpx.URL) -> None:
-    """Each byte is in time, but the head is not."""
-    async with connected(url) as client:
-        assert await client.drip(b"GET /livez HTTP/1.1\r\nx-more: ", HEAD_S / 10) == b""
-
-
-async def test_a_body_at_a_byte_a_second_is_answered_408(url: httpx.URL) -> None:
-    """408, and the connection is closed."""
-    async with connected(url) as client:
-        client.send(HEAD)
-        answer = await client.drip(b" ", BODY_S / 10)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'"body_too_slow"' in answer
-
-
-async def test_the_rest_of_a_rejected_body_is_not_awaited(url: httpx.URL) -> None:
-    """The response does not need the body, and its remaining bytes do not keep the connection
-    open."""
-    async with connected(url) as client:
-        client.send(b"POST /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n")
-        answer = await client.drip(b" ", IDLE_S / 10)
-    assert answer.startswith(b"HTTP/1.1 405 ")
+        client.send(at_once)
+        received = await client.drip(slowly, every_s)
+    assert received.startswith(answer)
+    assert bool(received) == bool(answer)
+    assert (b'"body_too_slow"' in received) == (b" 408 " in answer)
 
 
 async def test_an_idle_connection_is_closed(url: httpx.URL) -> None:
@@ -212,13 +205,13 @@ async def besiege(url: httpx.URL) -> None:
 async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> None:
     """One more is answered 429 and closed. Other addresses have their own limit, and a closed
     connection makes room."""
-    async with connected(capped_url, "127.0.0.7") as first:
-        others = [connected(capped_url, "127.0.0.7") for _ in range(PER_ADDRESS - 1)]
-        for other in others:
-            client = await other.__aenter__()
+    async with AsyncExitStack() as kept, AsyncExitStack() as closed:
+        places = [kept] * (PER_ADDRESS - 1) + [closed]
+        clients = [await each.enter_async_context(connected(capped_url, OWN)) for each in places]
+        for client in clients:
             client.send(LIVEZ)
             await client.answer()
-        async with connected(capped_url, "127.0.0.7") as one_more:
+        async with connected(capped_url, OWN) as one_more:
             one_more.send(LIVEZ)
             refusal = await one_more.rest()
         assert refusal.startswith(b"HTTP/1.1 429 ")
@@ -227,12 +220,10 @@ async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> Non
         async with connected(capped_url, "127.0.0.8") as elsewhere:
             elsewhere.send(LIVEZ)
             assert (await elsewhere.answer()).startswith(b"HTTP/1.1 200 ")
-        await others.pop().__aexit__(None, None, None)
-        await eventually_served(capped_url, "127.0.0.7")
-        first.send(LIVEZ)
-        assert (await first.answer()).startswith(b"HTTP/1.1 200 ")
-        for other in others:
-            await other.__aexit__(None, None, None)
+        await closed.aclose()
+        await eventually_served(capped_url, OWN)
+        clients[0].send(LIVEZ)
+        assert (await clients[0].answer()).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(
@@ -260,14 +251,13 @@ async def eventually_served(url: httpx.URL, source: str) -> None:
 
 
 async def test_concurrent_calls_per_key_are_limited(
-    idle_worker: FakeWorker, redis_server: EmbeddedRedis
+    idle_worker: FakeWorker, gateways: Gateways
 ) -> None:
     """429 beyond the limit, until a response is complete or its reader has disconnected. Probes
     do not count."""
-    settings = make_settings(redis_server.url, api_key=KEY)
-    headers = {"authorization": f"Bearer {KEY}"}
-    with limits(max_calls_per_key=2), running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
+    with limits(max_calls_per_key=2):
+        async with gateways(api_key=KEY) as http:
+            http.headers["authorization"] = f"Bearer {KEY}"
             whole = asyncio.create_task(http.post("/v1/completions", json=CALL))
             claimed = await idle_worker.claim()
             async with http.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as left:

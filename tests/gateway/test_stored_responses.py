@@ -8,20 +8,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import redis.asyncio
 from openai import AsyncOpenAI
 
-from contract.api_keys import ApiKeys
 from contract.events import ChoiceDelta, Tokens, ToolCallDelta
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, Job
-from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import output_text
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Bearer, Gateways, answered, gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
-from tests.gateway.test_api_keys import bearer
 from tests.gateway.test_responses_api import BODY, TOOL, client, thinks_and_calls
 
 __all__ = ["client"]
@@ -31,16 +27,12 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def other(redis_server: EmbeddedRedis, http: httpx.AsyncClient) -> AsyncIterator[Any]:
     """A client of a second gateway on the same Redis."""
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            yield client
+    async with gateway_client(redis_server.url) as client:
+        yield client
 
 
 async def created(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post("/v1/responses", json={**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    response: dict[str, Any] = answer.json()
-    return response
+    return await answered(http, "/v1/responses", BODY, **fields)
 
 
 def blocks_of(raw: str) -> list[str]:
@@ -219,15 +211,10 @@ async def test_items_are_listed_and_referred_to_by_id(
 
 
 async def test_another_tenant_s_response_is_not_found(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
-    worker: FakeWorker,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    other: httpx.AsyncClient, worker: FakeWorker, bearer: Bearer
 ) -> None:
     """By no route, and neither as the previous response nor by the id of an item."""
-    api_keys = ApiKeys(redis_client, keys)
-    own, foreign = await bearer(api_keys, "acme"), await bearer(api_keys, "evil")
+    own, foreign = await bearer("acme"), await bearer("evil")
     answer = await other.post("/v1/responses", json={**BODY, "background": True}, headers=own)
     id_ = answer.json()["id"]
 
@@ -237,13 +224,8 @@ async def test_another_tenant_s_response_is_not_found(
 
     await until(is_done)
     item = (await other.get(f"/v1/responses/{id_}", headers=own)).json()["output"][0]["id"]
-    for method, path in [
-        ("GET", ""),
-        ("GET", "?stream=true"),
-        ("DELETE", ""),
-        ("POST", "/cancel"),
-        ("GET", "/input_items"),
-    ]:
+    paths = ("", "?stream=true", "/input_items")
+    for method, path in (*(("GET", path) for path in paths), ("DELETE", ""), ("POST", "/cancel")):
         asked = await other.request(method, f"/v1/responses/{id_}{path}", headers=foreign)
         assert (asked.status_code, asked.json()["error"]["code"]) == (404, "response_not_found")
     fields: dict[str, Any]
@@ -258,11 +240,14 @@ async def test_another_tenant_s_response_is_not_found(
 async def test_an_idempotency_key_finds_the_response(
     http: httpx.AsyncClient, worker: FakeWorker
 ) -> None:
-    """The same body gets the same answer from one job, whole or as a stream."""
+    """The same body gets the same answer from one job, whose result it is."""
     headers = {"idempotency-key": "a"}
     answers = [await http.post("/v1/responses", json=BODY, headers=headers) for _ in range(2)]
-    assert answers[0].json() == answers[1].json()
+    response = answers[0].json()
+    assert response == answers[1].json()
     assert len(worker.seen) == 1
+    job = (await http.get("/v1/jobs/job-" + response["id"].removeprefix("resp_"))).json()
+    assert (job["endpoint"], job["result"]) == ("/v1/responses", response)
 
 
 def has_object(folder: Path, job_id: str) -> bool:
@@ -270,30 +255,20 @@ def has_object(folder: Path, job_id: str) -> bool:
 
 
 async def test_long_requests_are_in_the_object_store(
-    redis_server: EmbeddedRedis, http: httpx.AsyncClient, worker: FakeWorker, tmp_path: Path
+    gateways: Gateways, worker: FakeWorker, tmp_path: Path
 ) -> None:
     """A chain reads them there, and a deletion removes them."""
-    settings = make_settings(redis_server.url, object_store=str(tmp_path), object_min_bytes=64)
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as storing:
-            first = await created(storing, input="x" * 100)
-            assert worker.seen[0].response == b""
-            second = await created(storing, input="y", previous_response_id=first["id"])
-            assert await created(storing, input="y", previous_response_id=first["id"]) != second
-            listed = await storing.get(f"/v1/responses/{second['id']}/input_items?order=asc")
-            assert listed.json()["data"][0]["content"][0]["text"] == "x" * 100
-            job_id = "job-" + first["id"].removeprefix("resp_")
-            assert has_object(tmp_path, job_id)
-            await storing.delete(f"/v1/responses/{first['id']}")
-            assert not has_object(tmp_path, job_id)
-
-
-async def test_a_response_is_also_a_job(http: httpx.AsyncClient, worker: FakeWorker) -> None:
-    """`GET /v1/jobs/{id}` has it as the job's result."""
-    response = await created(http)
-    job = await http.get("/v1/jobs/job-" + response["id"].removeprefix("resp_"))
-    assert job.json()["endpoint"] == "/v1/responses"
-    assert job.json()["result"] == response
+    async with gateways(object_store=str(tmp_path), object_min_bytes=64) as storing:
+        first = await created(storing, input="x" * 100)
+        assert worker.seen[0].response == b""
+        second = await created(storing, input="y", previous_response_id=first["id"])
+        assert await created(storing, input="y", previous_response_id=first["id"]) != second
+        listed = await storing.get(f"/v1/responses/{second['id']}/input_items?order=asc")
+        assert listed.json()["data"][0]["content"][0]["text"] == "x" * 100
+        job_id = "job-" + first["id"].removeprefix("resp_")
+        assert has_object(tmp_path, job_id)
+        await storing.delete(f"/v1/responses/{first['id']}")
+        assert not has_object(tmp_path, job_id)
 
 
 def begins_a_call(_: Job) -> list[Tokens]:

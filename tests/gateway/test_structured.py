@@ -26,33 +26,32 @@ def json_schema(**fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", **fields}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "accepted", "refused"),
-    [
-        ({"response_format": json_schema(schema=SCHEMA, strict=True)}, '{"a": 12}', '{"b": 1}'),
-        ({"response_format": json_schema(schema=SCHEMA)}, '{"a": 12}', "12"),
-        ({"response_format": json_schema()}, "[]", "{]"),
-        ({"response_format": {"type": "json_object"}}, JSON_OBJECT, "[]"),
-        ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', '{"a": "1"}'),
-        ({"structured_outputs": {"json": '{"type": "integer"}'}}, "-3", "true"),
-        ({"structured_outputs": {"json_object": True}}, JSON_OBJECT, "1"),
-        ({"structured_outputs": {"regex": "[ab]+"}}, "abba", "c"),
-        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
-        ({"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}}, "aab", "aba"),
-        ({"guided_json": SCHEMA}, '{"a": 1}', "{}"),
-        ({"guided_regex": "[0-9]{3}"}, "123", "12a"),
-        ({"guided_choice": ["yes", "no"]}, "no", "n0"),
-        ({"guided_grammar": 'start: "x" /[0-9]/'}, "x7", "7x"),
-    ],
-)
+# Fields of a chat, an output that they accept, and one that they refuse.
+Case = tuple[dict[str, Any], str, str]
+CONSTRAINTS: list[Case] = [
+    ({"response_format": json_schema(schema=SCHEMA, strict=True)}, '{"a": 12}', '{"b": 1}'),
+    ({"response_format": json_schema(schema=SCHEMA)}, '{"a": 12}', "12"),
+    ({"response_format": json_schema()}, "[]", "{]"),
+    ({"response_format": {"type": "json_object"}}, JSON_OBJECT, "[]"),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', '{"a": "1"}'),
+    ({"structured_outputs": {"json": '{"type": "integer"}'}}, "-3", "true"),
+    ({"structured_outputs": {"json_object": True}}, JSON_OBJECT, "1"),
+    ({"structured_outputs": {"regex": "[ab]+"}}, "abba", "c"),
+    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}}, "aab", "aba"),
+    ({"guided_json": SCHEMA}, '{"a": 1}', "{}"),
+    ({"guided_regex": "[0-9]{3}"}, "123", "12a"),
+    ({"guided_choice": ["yes", "no"]}, "no", "n0"),
+    ({"guided_grammar": 'start: "x" /[0-9]/'}, "x7", "7x"),
+]
+
+
+@pytest.mark.parametrize("case", CONSTRAINTS)
 async def test_a_job_carries_the_grammar(
-    http: httpx.AsyncClient,
-    idle_worker: FakeWorker,
-    fields: dict[str, Any],
-    accepted: str,
-    refused: str,
+    http: httpx.AsyncClient, idle_worker: FakeWorker, case: Case
 ) -> None:
     """The worker gets one that accepts what it should, and nothing else."""
+    fields, accepted, refused = case
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
     endpoint = "/v1/chat/completions"
     answer = await http.post("/v1/jobs", json={"endpoint": endpoint, "body": body})

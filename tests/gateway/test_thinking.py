@@ -1,5 +1,6 @@
 """Chats of a model that reasons: constraints bind the answer, and a budget bounds the reasoning."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -11,8 +12,9 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.model_cards import Capabilities, TokenizerFiles
 from contract.output_formats import ReasoningFormat, ToolFormat
-from tests.fleet import until
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.gateway.conftest import error_of, until_listed
+from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.gateway.test_structured import CONSTRAINTS, SCHEMA, Case
 from tests.grammars.walks import judge
 from tests.marked_tokenizer import MarkedModel
 
@@ -27,80 +29,50 @@ THINK = ReasoningFormat(name="qwen3", open="<think>\n", close="\n</think>\n\n")
 SPELLED = ReasoningFormat(name="granite", open="My thoughts:", close="My answer:")
 CALLS = ToolFormat(name="hermes", open="<tool_call>\n", close="\n</tool_call>", between="\n")
 THINKER = MarkedModel(reasoning=THINK, tool_format=CALLS)
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "json_object"}}, '{"b": 1}', "no"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": SCHEMA},
-            }
-        },
-        '{"a": 1}',
-        '{"a": "1"}',
-    ),
+WITH_TOOLS: list[Case] = [
     ({"guided_choice": ["<think>yes", "no"]}, "no", "maybe"),
-    ({"guided_regex": "[0-9]{3}"}, "123", "12a"),
-    ({"guided_grammar": 'start: "x" /[0-9]/'}, "x7", "7x"),
-    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', "1"),
     ({"tools": TOOLS, "tool_choice": "required"}, CALL, "no"),
     ({"tools": TOOLS}, "Hi. " + CALL, CALL.replace("1", '"1"')),
 ]
 
 
+Published = Callable[..., Awaitable[FakeWorker]]
+
+
 @pytest.fixture
-async def thinker(
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    functions: Functions,
-    http: httpx.AsyncClient,
-    request: pytest.FixtureRequest,
-) -> FakeWorker:
+def published(
+    redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, http: httpx.AsyncClient
+) -> Published:
+    """Publishes a model with this format of its reasoning; returns its worker."""
+
+    async def publish(
+        name: str, reasoning: ReasoningFormat | None, **capabilities: bool
+    ) -> FakeWorker:
+        files: TokenizerFiles = replace(
+            THINKER.files,
+            chat_template=TEMPLATE,
+            template_variables=("thinks",),
+            reasoning=reasoning,
+        )
+        can: dict[str, Any] = {"structured_output": True, "tools": True, **capabilities}
+        size = THINKER.vocab_size
+        card: dict[str, Any] = {"vocab_size": size, "capabilities": Capabilities(**can)}
+        await publish_model(redis_client, keys)
+        await publish_model(redis_client, keys, name, files=files, **card)
+        worker = FakeWorker(functions, name, f"w-{name}")
+        await worker.beat()
+        await until_listed(http, {name})
+        return worker
+
+    return publish
+
+
+@pytest.fixture
+async def thinker(published: Published) -> FakeWorker:
     """The worker of a model that reasons."""
-    return await published(redis_client, keys, functions, http, "thinker", THINK)
-
-
-async def published(
-    client: redis.asyncio.Redis,
-    keys: Keys,
-    functions: Functions,
-    http: httpx.AsyncClient,
-    name: str,
-    reasoning: ReasoningFormat | None,
-    **capabilities: bool,
-) -> FakeWorker:
-    files: TokenizerFiles = replace(
-        THINKER.files,
-        chat_template=TEMPLATE,
-        template_variables=("thinks",),
-        reasoning=reasoning,
-    )
-    can: dict[str, Any] = {"structured_output": True, "tools": True, **capabilities}
-    await publish_model(client, keys)
-    await publish_model(
-        client,
-        keys,
-        name,
-        files=files,
-        vocab_size=THINKER.vocab_size,
-        capabilities=Capabilities(**can),
-    )
-    worker = FakeWorker(functions, name, f"w-{name}")
-    await worker.beat()
-
-    async def is_known() -> bool:
-        return (await http.get(f"/v1/models/{name}")).status_code == 200
-
-    await until(is_known)
-    return worker
+    return await published("thinker", THINK)
 
 
 async def grammar_of(http: httpx.AsyncClient, worker: FakeWorker, **fields: Any) -> str:
@@ -115,17 +87,12 @@ def judged(grammar: str, text: str) -> str:
     return judge(THINKER.grammars, grammar, THINKER.ids(text)).partition(" ")[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "right", "wrong"), CONSTRAINTS, ids=[next(iter(c[0])) for c in CONSTRAINTS]
-)
+@pytest.mark.parametrize("case", CONSTRAINTS + WITH_TOOLS)
 async def test_a_constraint_binds_the_answer_behind_the_reasoning(
-    http: httpx.AsyncClient,
-    thinker: FakeWorker,
-    fields: dict[str, Any],
-    right: str,
-    wrong: str,
+    http: httpx.AsyncClient, thinker: FakeWorker, case: Case
 ) -> None:
     """As the prompt leaves it: begun, ended, or up to the model."""
+    fields, right, wrong = case
     for thinks, outputs in {
         None: {right: "whole", f"<think>\nhm\n</think>\n\n{right}": "whole"},
         True: {f"hm\n</think>\n\n{right}": "whole", f"</think>{right}": "whole", "hm": "begun"},
@@ -184,9 +151,7 @@ async def test_completions_know_no_reasoning(http: httpx.AsyncClient, thinker: F
     ],
 )
 async def test_a_budget_that_cannot_be_enforced_is_refused_by_name(
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    functions: Functions,
+    published: Published,
     http: httpx.AsyncClient,
     name: str,
     reasoning: ReasoningFormat | None,
@@ -194,26 +159,24 @@ async def test_a_budget_that_cannot_be_enforced_is_refused_by_name(
     message: str,
 ) -> None:
     """With the reason."""
-    await published(redis_client, keys, functions, http, name, reasoning, **capabilities)
+    await published(name, reasoning, **capabilities)
     body = {"model": name, "messages": [{"role": "user", "content": "Hi"}]}
     answer = await http.post("/v1/chat/completions", json=body | {"thinking_token_budget": 8})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
-    assert error["code"] == "unsupported_parameter"
-    assert message in error["message"]
+    assert error_of(answer) == (400, "thinking_token_budget", "unsupported_parameter")
+    assert message in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, "8", True])
-async def test_a_budget_is_a_number_of_tokens(
-    http: httpx.AsyncClient, thinker: FakeWorker, budget: Any
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"thinking_token_budget": n}, "thinking_token_budget") for n in (-1, 1.5, "8", True)),
+        # Its grammar alone decides where an output may end.
+        ({"thinking_token_budget": 2, "min_tokens": 3}, "min_tokens"),
+    ],
+)
+async def test_a_budget_is_a_number_of_tokens_and_excludes_a_minimum(
+    http: httpx.AsyncClient, thinker: FakeWorker, fields: dict[str, Any], param: str
 ) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-    answer = await http.post("/v1/chat/completions", json=body | {"thinking_token_budget": budget})
-    assert answer.json()["error"]["param"] == "thinking_token_budget"
-
-
-async def test_a_budget_excludes_a_minimum(http: httpx.AsyncClient, thinker: FakeWorker) -> None:
-    """Its grammar alone decides where an output may end."""
-    body = {"model": "thinker", "messages": [{"role": "user", "content": "Hi"}], "min_tokens": 3}
-    answer = await http.post("/v1/chat/completions", json=body | {"thinking_token_budget": 2})
-    assert answer.json()["error"]["param"] == "min_tokens"
+    body = {"model": "thinker", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = await http.post("/v1/chat/completions", json=body | fields)
+    assert answer.json()["error"]["param"] == param

@@ -66,39 +66,31 @@ async def test_calls_are_forced_in_the_models_format(
     assert [text for text in [*refused, wrong] if accepts(grammar, text)] == []
 
 
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
-async def test_a_free_choice_is_not_constrained(
-    http: httpx.AsyncClient, idle_worker: FakeWorker, choice: dict[str, Any]
+# A full definition in place of a name is one, too.
+_AUTO = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[1]]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        ({}, ["add", "now"]),
+        ({"tool_choice": "auto"}, ["add", "now"]),
+        ({"tool_choice": _AUTO}, ["now"]),
+        ({"tool_choice": "none"}, []),
+    ],
+)
+async def test_the_model_is_shown_the_allowed_tools_alone(
+    http: httpx.AsyncClient, idle_worker: FakeWorker, choice: dict[str, Any], shown: list[str]
 ) -> None:
-    """The prompt has the tools, and the worker parses the output."""
+    """Of which it decides without a constraint; the worker parses the output."""
     job = await submitted(http, idle_worker, tools=TOOLS, **choice)
 
     assert job.params.grammar == ""
-    assert job.tools == {"add": (), "now": ()}
-    assert output_text(job.prompt_ids).startswith('tool: {"type": "function", "function": {"name"')
-
-
-async def test_the_model_is_shown_the_allowed_tools_alone(
-    http: httpx.AsyncClient, idle_worker: FakeWorker
-) -> None:
-    """Of which it decides. A full definition in place of a name is one, too."""
-    allowed = {"mode": "auto", "tools": [TOOLS[1]]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    job = await submitted(http, idle_worker, tools=TOOLS, tool_choice=choice)
-
-    assert job.params.grammar == ""
-    assert job.tools == {"now": ()}
-    assert '"add"' not in output_text(job.prompt_ids)
-
-
-async def test_a_caller_that_wants_no_calls_gets_none(
-    http: httpx.AsyncClient, idle_worker: FakeWorker
-) -> None:
-    """The model is not shown the tools."""
-    job = await submitted(http, idle_worker, tools=TOOLS, tool_choice="none")
-
-    assert job.tools == {}
-    assert output_text(job.prompt_ids) == "user: Hi\nassistant: "
+    assert job.tools == dict.fromkeys(shown, ())
+    prompt = output_text(job.prompt_ids)
+    assert [name for name in ("add", "now") if f'"{name}"' in prompt] == shown
+    tool = 'tool: {"type": "function", "function": {"name"'
+    assert prompt.startswith(tool) if shown else prompt == "user: Hi\nassistant: "
 
 
 async def test_calls_and_results_are_rendered(

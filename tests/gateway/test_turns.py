@@ -35,6 +35,10 @@ class Workshop:
             self.order.append(owner)
             await done.wait()
 
+    async def end_all(self) -> None:
+        while self.running:
+            await self.end()
+
     async def begin(self, owner: Owner, times: int = 1) -> list[asyncio.Task[None]]:
         tasks = [asyncio.create_task(self._work(owner)) for _ in range(times)]
         await settled()
@@ -54,14 +58,19 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+async def gone(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_anothers_work_begins_beside_any_amount_of_ones_own() -> None:
     work = Workshop(num_places=4)
     tasks = await work.begin(ANN, 100)
     assert work.order == [ANN, ANN]  # half of the places
     tasks += await work.begin(BOB)
     assert work.order[-1] == BOB
-    while work.running:
-        await work.end()
+    await work.end_all()
     await asyncio.gather(*tasks)
     assert len(work.order) == 101
 
@@ -75,9 +84,7 @@ async def test_the_last_place_is_for_an_owner_that_has_none() -> None:
         tasks += await work.begin(Owner(f"{number}"))
         assert work.order[-1] == Owner(f"{number}")
         await work.end(-1)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await gone(tasks)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -92,9 +99,7 @@ async def test_owners_get_equal_times_however_long_their_work_is(seed: int) -> N
         took_s = 4.0 if work.running[0][0] == heavy else 1.0
         times[await work.end(took_s=took_s)] += took_s
     assert times[heavy] / heavy.weight == pytest.approx(times[BOB], abs=8.0)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await gone(tasks)
 
 
 async def test_a_batch_takes_one_place_and_an_eighth_of_the_time() -> None:
@@ -105,9 +110,7 @@ async def test_a_batch_takes_one_place_and_an_eighth_of_the_time() -> None:
     for _ in range(40):
         await work.end()
     assert work.order.count(ANNS_BATCH) <= 8
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await gone(tasks)
 
 
 async def test_a_new_owner_has_no_time_saved_up() -> None:
@@ -120,15 +123,13 @@ async def test_a_new_owner_has_no_time_saved_up() -> None:
     for _ in range(20):
         await work.end()
     assert abs(work.order[20:].count(ANN) - work.order[20:].count(BOB)) <= 2
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await gone(tasks)
 
 
 async def test_whoever_leaves_the_line_is_passed_over() -> None:
     work = Workshop(num_places=1)
-    [first, gone, last] = await work.begin(ANN, 3)
-    gone.cancel()
+    [first, leaving, last] = await work.begin(ANN, 3)
+    leaving.cancel()
     await settled()
     await work.end()
     assert len(work.order) == 2
@@ -148,8 +149,7 @@ async def test_an_owner_that_leaves_as_its_turn_comes_takes_none(num_gone: int) 
     await settled()
     await first
     waiting += await work.begin(BOB)
-    while work.running:
-        await work.end()
+    await work.end_all()
     assert work.order[-1] == BOB
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [isinstance(each, asyncio.CancelledError) for each in results].count(True) == num_gone
@@ -157,15 +157,14 @@ async def test_an_owner_that_leaves_as_its_turn_comes_takes_none(num_gone: int) 
 
 async def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
     work = Workshop(num_places=1)
-    [first, gone, last] = await work.begin(ANN, 3)
+    [first, leaving, last] = await work.begin(ANN, 3)
     work.running.pop()[1].set()
     await first
-    gone.cancel()
+    leaving.cancel()
     await settled()
     with suppress(asyncio.CancelledError):
-        await gone
-    while work.running:
-        await work.end()
+        await leaving
+    await work.end_all()
     await last
 
 
@@ -177,8 +176,7 @@ async def test_the_wait_and_the_line_are_limited() -> None:
         await work._work(ANN)
     assert refused.value.retry_after_s == 1.0
     running += await work.begin(BOB)
-    while work.running:
-        await work.end()
+    await work.end_all()
     await asyncio.gather(*running)
 
     work = Workshop(num_places=2)
@@ -190,6 +188,4 @@ async def test_the_wait_and_the_line_are_limited() -> None:
     with pytest.raises(Busy) as refused:
         await work._work(ANN)
     assert refused.value.retry_after_s > MAX_WAITING
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    await gone(running)

@@ -2,7 +2,6 @@
 clients are known to send; in the objects of a body they are ignored, and a header names them."""
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -179,8 +178,17 @@ async def test_calls_with_unknown_names_are_answered(
     """Whole, as a stream, as a job and as a job's body; a header names them where there is one."""
     messages = [{"role": "user", "content": "Hi", "id": 7}, *_CHAT["messages"][1:]]
     messages[1] |= {"tool_calls": [_CALL | {"index": 0}], "timestamp": 1}
-    body = {"model": MODEL, "messages": messages, "user": "u"}
-    expected = "user, messages.id, messages.timestamp, messages.tool_calls.index"
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": messages,
+        "user": "u",
+        "safety_identifier": "b",
+    }
+    body |= {"prompt_cache_key": "c", "metadata": None}  # null asks for nothing
+    expected = (
+        "prompt_cache_key, safety_identifier, user, messages.id, messages.timestamp, "
+        "messages.tool_calls.index"
+    )
     for more, headers in (({}, {}), ({"stream": True}, {}), ({}, {"prefer": "respond-async"})):
         answer = await http.post("/v1/chat/completions", json=body | more, headers=headers)
         assert answer.status_code < 300, answer.text
@@ -189,8 +197,10 @@ async def test_calls_with_unknown_names_are_answered(
     answer = await http.post("/v1/jobs", json=job)
     assert answer.status_code == 202
     assert answer.headers["x-ignored-parameters"] == expected
+    prompt = {"model": MODEL, "prompt": "a", "metadata": {"a": "b"}}
+    answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": prompt})
+    assert answer.headers["x-ignored-parameters"] == "metadata"
     answer = await http.post("/v1/jobs", json=job | {"callback": {"url": "https://a", "urll": ""}})
     assert answer.json()["error"]["param"] == "callback.urll", "objects of our own are checked"
-    text = json.dumps(body)
-    answer = await http.post("/v1/chat/completions", json=json.loads(text) | {"temprature": 1})
+    answer = await http.post("/v1/chat/completions", json=body | {"temprature": 1})
     assert answer.json()["error"]["message"].endswith("did you mean temperature?")

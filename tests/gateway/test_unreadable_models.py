@@ -18,9 +18,8 @@ from contract.codec import encode, encode_tokenizer
 from contract.errors import WireError
 from contract.keys import Keys
 from contract.model_cards import MAX_TOKENIZER_BYTES, TokenizerFiles
-from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import Gateways, until_listed
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.telemetry.test_exactness import page_of, summed
 
@@ -66,11 +65,8 @@ async def spoil(client: redis.asyncio.Redis, keys: Keys, card: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", CARDS)
-async def test_a_card_that_cannot_be_read_is_left_out(
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
+async def test_a_card_that_cannot_be_read_is_left_out_until_it_is_repaired(
+    redis_client: redis.asyncio.Redis, keys: Keys, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """It is logged once."""
     card = await publish_model(redis_client, keys)
@@ -84,18 +80,8 @@ async def test_a_card_that_cannot_be_read_is_left_out(
     assert catalogue.unreadable == {SPOILED}
     [record] = caplog.records
     assert SPOILED in record.getMessage()
-
-
-async def test_a_repaired_card_is_listed_again(
-    redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    catalogue = Catalogue(redis_client, keys)
-    await spoil(redis_client, keys, b"x")
-    assert await catalogue.models() == []
-
-    card = await publish_model(redis_client, keys, SPOILED)
-
-    assert await catalogue.models() == [card]
+    repaired = await publish_model(redis_client, keys, SPOILED)
+    assert await catalogue.models() == [card, repaired]
     assert catalogue.unreadable == frozenset()
 
 
@@ -111,10 +97,7 @@ async def test_a_malformed_list_of_models_counts_as_empty(
 
 
 async def test_a_damaged_model_affects_no_other(
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    worker: FakeWorker,
+    gateways: Gateways, redis_client: redis.asyncio.Redis, keys: Keys, worker: FakeWorker
 ) -> None:
     """A damaged card, list of workers or worker report: models, metrics, readiness and calls of
     the other model work, and the metrics count what is unreadable."""
@@ -124,13 +107,12 @@ async def test_a_damaged_model_affects_no_other(
     await redis_client.sadd(keys.of("models"), b"\xff", "typed")
     await spoil(redis_client, keys, b"x")
 
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            models = await http.get("/v1/models")
-            ready = await http.get("/readyz")
-            shown = await page_of(http)
-            answer = await http.post("/v1/chat/completions", json=CHAT | {"model": MODEL})
-            unknown = await http.post("/v1/chat/completions", json=CHAT | {"model": SPOILED})
+    async with gateways() as http:
+        models = await http.get("/v1/models")
+        ready = await http.get("/readyz")
+        shown = await page_of(http)
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"model": MODEL})
+        unknown = await http.post("/v1/chat/completions", json=CHAT | {"model": SPOILED})
 
     assert [model["id"] for model in models.json()["data"]] == [MODEL, card.name]
     assert ready.json()["workers"] == {MODEL: 1, card.name: 0}
@@ -157,41 +139,24 @@ TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
 async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    http: httpx.AsyncClient,
-    worker: FakeWorker,
-    name: str,
+    redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient, worker: FakeWorker
 ) -> None:
     """503 with its own code."""
-    sha256, packed = TOKENIZERS[name]
-    card = await publish_model(redis_client, keys, SPOILED + name.replace(" ", ""))
-    await redis_client.set(keys.of("tokenizer", sha256), packed)
-    spoiled = encode(replace(card, tokenizer_sha256=sha256))
-    await redis_client.set(keys.of("model", card.name), spoiled)
-    await worker_of(worker, card.name)
-
-    answer = await eventually_known(http, card.name)
+    names = {SPOILED + name.replace(" ", ""): given for name, given in TOKENIZERS.items()}
+    for name, (sha256, packed) in names.items():
+        card = await publish_model(redis_client, keys, name)
+        await redis_client.set(keys.of("tokenizer", sha256), packed)
+        spoiled = encode(replace(card, tokenizer_sha256=sha256))
+        await redis_client.set(keys.of("model", card.name), spoiled)
+        await FakeWorker(worker.functions, name, f"w-{name}").beat()
+    await until_listed(http, {*names})
+    for name in names:
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"model": name})
+        refused = answer.status_code, answer.json()["error"]["code"]
+        assert refused == (503, "model_unreadable"), name
     other = await http.post("/v1/chat/completions", json=CHAT | {"model": MODEL})
-
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unreadable")
     assert other.status_code == 200
-
-
-async def worker_of(worker: FakeWorker, model: str) -> None:
-    """A live worker of another model."""
-    await FakeWorker(worker.functions, model, "w2").beat()
-
-
-async def eventually_known(http: httpx.AsyncClient, model: str) -> httpx.Response:
-    """The response of a chat, once the gateway's catalogue, which may be a second old, has the
-    model."""
-    while True:
-        answer = await http.post("/v1/chat/completions", json=CHAT | {"model": model})
-        if answer.status_code != 404:
-            return answer
 
 
 _DECODE = """

@@ -14,7 +14,7 @@ import redis
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.chaos.proxy import Link
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import gateway_client
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -48,32 +48,27 @@ class Patient:
 
 
 State = tuple[Callable[[Patient], object], Callable[[Patient], object], str]
+
+
+def setting(name: str, bad: str, good: str, reason: str) -> State:
+    return lambda it: it.set(name, bad), lambda it: it.set(name, good), reason
+
+
+# How each begins and ends, and what callers are told.
 STATES: dict[str, State] = {
     "a replica": (
         lambda it: it.admin.replicaof("127.0.0.1", "1"),
         lambda it: it.admin.replicaof("NO", "ONE"),
         "read-only replica",
     ),
-    "another password": (
-        lambda it: it.set("requirepass", "secret"),
-        lambda it: it.set("requirepass", ""),
-        "refused the credentials",
-    ),
-    "no more clients": (
-        lambda it: it.set("maxclients", "1"),
-        lambda it: it.set("maxclients", "10000"),
-        "does not answer",
-    ),
+    "another password": setting("requirepass", "secret", "", "refused the credentials"),
+    "no more clients": setting("maxclients", "1", "10000", "does not answer"),
     "paused": (
         lambda it: it.admin.client_pause(600_000, all=False),
         lambda it: it.admin.client_unpause(),
         "does not answer",
     ),
-    "out of memory": (
-        lambda it: it.set("maxmemory", "1mb"),
-        lambda it: it.set("maxmemory", "200mb"),
-        "memory",
-    ),
+    "out of memory": setting("maxmemory", "1mb", "200mb", "memory"),
     "slow": (lambda it: it.delay(0.2), lambda it: it.delay(0.0), ""),
     "gone": (lambda it: it.server.kill(), lambda it: it.server.start(), "does not answer"),
 }
@@ -113,15 +108,15 @@ async def test_each_state_is_told_and_outlived(server: EmbeddedRedis, link: Link
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        with running_gateway(make_settings(link.url)) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        async with gateway_client(link.url) as http:
+            http.timeout = httpx.Timeout(60)
+            await answered(http, 200)
+            for enter, leave, reason in STATES.values():
+                enter(patient)
+                await answered(http, 503 if reason else 200, reason)
+                assert (await http.get("/livez")).status_code == 200
+                leave(patient)
                 await answered(http, 200)
-                for enter, leave, reason in STATES.values():
-                    enter(patient)
-                    await answered(http, 503 if reason else 200, reason)
-                    assert (await http.get("/livez")).status_code == 200
-                    leave(patient)
-                    await answered(http, 200)
         assert worker.returncode is None
     finally:
         worker.terminate()

@@ -18,16 +18,8 @@ pytestmark = pytest.mark.anyio
 
 
 def config() -> ConnectionConfig:
-    return ConnectionConfig(
-        echo,
-        idle_s=1,
-        head_s=1,
-        body_s=1,
-        upload_s=1,
-        max_per_address=0,
-        lifespan="off",
-        log_config=None,
-    )
+    seconds = dict.fromkeys(("idle_s", "head_s", "body_s", "upload_s"), 1)
+    return ConnectionConfig(echo, **seconds, max_per_address=0, lifespan="off", log_config=None)
 
 
 def test_the_protocol_is_the_one_that_http_h11_selects() -> None:

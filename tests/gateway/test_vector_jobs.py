@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 import struct
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from gateway.redis.broker import Payloads
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.callbacks.test_delivery import service
-from tests.gateway.conftest import Serving, make_settings, running_gateway
+from tests.gateway.conftest import Gateways, Serving, gateway_client
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.test_embeddings import expected
-from tests.gateway.test_jobs import events, field
+from tests.gateway.test_jobs import events, field, submit
 from tests.gateway.vector_worker import (
     CLASSIFIER,
     EMBEDDER,
@@ -58,18 +59,13 @@ JOBS: list[dict[str, Any]] = [
 ]
 
 
-async def idle(functions: Functions, model: str = PLAIN) -> FakeWorker:
-    """A live worker that the test drives."""
-    worker = vector_worker(functions, model)
+@pytest.fixture
+async def plain(serving: Serving, functions: Functions) -> FakeWorker:
+    """A live worker of PLAIN that the test drives."""
+    worker = vector_worker(functions, PLAIN)
     worker.capacity = WorkerCapacity(tokens_per_s=1000.0, stream_tokens_per_s=100.0)
     await worker.beat()
     return worker
-
-
-async def submit(http: httpx.AsyncClient, job: dict[str, Any], **headers: str) -> str:
-    answer = await http.post("/v1/jobs", json=job, headers=headers)
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job["endpoint"])
@@ -118,28 +114,26 @@ async def test_the_tier_chooses_the_lane(
 
 
 async def test_a_quote_knows_that_there_is_no_output(
-    serving: Serving, functions: Functions, http: httpx.AsyncClient
+    plain: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """Also after other jobs have run, from which output lengths are learned."""
-    worker = await idle(functions)
     for _ in range(25):
         await submit(http, EMBED)
-        await worker.run(await worker.claim())
+        await plain.run(await plain.claim())
     quote = (await http.post("/v1/quote", json=EMBED)).json()
     assert (quote["prompt_tokens"], quote["predicted_output_tokens"]) == (18, 0)
     assert quote["is_admitted"]
 
 
 async def test_a_job_counts_as_one_place_and_its_vectors_as_stored(
-    serving: Serving,
-    functions: Functions,
+    plain: FakeWorker,
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
     """Its prompts leave nothing behind in a worker; its output stays until it is forgotten."""
     job_id = await submit(http, EMBED)
-    claimed = await (await idle(functions)).claim()
+    claimed = await plain.claim()
     assert claimed.cost_tokens == 18
     assert await redis_client.hget(keys.of("job", job_id), "choices") == b"1"
     counted = await redis_client.hget(keys.of("stored", "jobs"), job_id)
@@ -165,88 +159,89 @@ async def test_an_idempotency_key_finds_the_answer(
 
 
 async def test_a_call_becomes_a_job_if_its_caller_prefers_that(
-    serving: Serving, functions: Functions, http: httpx.AsyncClient
+    plain: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """At once, or after a wait; a result within the wait is the answer."""
-    worker = await idle(functions)
     for prefer in ("respond-async", "wait=0"):
         answer = await http.post("/v1/embeddings", json=EMBED["body"], headers={"prefer": prefer})
         assert (answer.status_code, answer.json()["status"]) == (202, "queued")
-        await worker.run(await worker.claim())
+        await plain.run(await plain.claim())
         job = (await http.get(f"/v1/jobs/{answer.json()['id']}")).json()
         assert job["result"]["data"][0]["embedding"] == expected("a")
     asking = asyncio.create_task(
         http.post("/v1/embeddings", json=EMBED["body"], headers={"prefer": "wait=20"})
     )
-    await worker.run(await worker.claim())
+    await plain.run(await plain.claim())
     assert (await asking).status_code == 200
 
 
-async def test_interrupted_jobs_have_no_result(
-    serving: Serving, functions: Functions, http: httpx.AsyncClient
-) -> None:
+async def test_interrupted_jobs_have_no_result(plain: FakeWorker, http: httpx.AsyncClient) -> None:
     """Cancelled or failed, also if some of their vectors are there. A caller's leaving cancels."""
-    worker = await idle(functions)
     cancelled, failed = await submit(http, EMBED), await submit(http, EMBED)
     for job_id in (cancelled, failed):
-        claimed = await worker.claim()
+        claimed = await plain.claim()
         assert claimed.job.id == job_id
-        await worker.say(claimed, 1, vectors(claimed.job)[0])
+        await plain.say(claimed, 1, vectors(claimed.job)[0])
         if job_id == failed:
-            await worker.finish(claimed, 2, "engine_error", "the numbers are not finite")
+            await plain.finish(claimed, 2, "engine_error", "the numbers are not finite")
     assert (await http.post(f"/v1/jobs/{cancelled}/cancel")).json()["status"] == "cancelled"
     for job_id in (cancelled, failed):
         assert (await http.get(f"/v1/jobs/{job_id}")).json()["result"] is None
     asking = asyncio.create_task(http.post("/v1/embeddings", json=EMBED["body"]))
-    claimed = await worker.claim()
+    claimed = await plain.claim()
     asking.cancel()
-    assert await worker.wait_until_ended(claimed) is JobStatus.CANCELLED
+    assert await plain.wait_until_ended(claimed) is JobStatus.CANCELLED
 
 
 async def test_long_prompts_and_results_are_in_the_object_store(
-    tmp_path: Path, redis_server: EmbeddedRedis, serving: Serving, functions: Functions
+    tmp_path: Path, gateways: Gateways, plain: FakeWorker, functions: Functions
 ) -> None:
     """A result has the same vectors in base64, for readers of its URL."""
     store = DirectoryStore(tmp_path)
-    worker = await idle(functions)
-    settings = make_settings(redis_server.url, object_store=str(tmp_path), object_min_bytes=64)
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            job_id = await submit(http, EMBED | {"body": {"model": PLAIN, "input": ["a" * 40] * 5}})
-            claimed = await worker.claim()
-            assert claimed.job.stored_prompt is not None
-            whole = await Payloads(str(tmp_path), 64).whole(claimed.job)
-            said = vectors(whole)
-            for number, event in enumerate(said, 1):
-                await worker.say(claimed, number, event)
-            found = await functions.read(job_id, claimed.job.tenant, max_events=10)
-            assert found is not None
-            ref = store.put(result_key(job_id, claimed.epoch), encode_result(whole, found[1]))
-            fin = Append(job_id, claimed.epoch, len(said) + 1, fin=JobStatus.SUCCEEDED, result=ref)
-            await functions.append(worker.incarnation, [fin], lease_s=10.0)
-            shown = (await http.get(f"/v1/jobs/{job_id}")).json()
-            numbers = [each["embedding"] for each in shown["result"]["data"]]
-            assert numbers == [expected("a" * 40)] * 5
-            kept = (await http.get(shown["result_url"])).json()
-            raw = [base64.b64decode(choice["vector"]) for choice in kept["choices"]]
-            assert [list(struct.unpack(f"<{NUM_OUTPUTS}f", each)) for each in raw] == numbers
+    async with gateways(object_store=str(tmp_path), object_min_bytes=64) as http:
+        job_id = await submit(http, EMBED | {"body": {"model": PLAIN, "input": ["a" * 40] * 5}})
+        claimed = await plain.claim()
+        assert claimed.job.stored_prompt is not None
+        whole = await Payloads(str(tmp_path), 64).whole(claimed.job)
+        said = vectors(whole)
+        for number, event in enumerate(said, 1):
+            await plain.say(claimed, number, event)
+        found = await functions.read(job_id, claimed.job.tenant, max_events=10)
+        assert found is not None
+        ref = store.put(result_key(job_id, claimed.epoch), encode_result(whole, found[1]))
+        fin = Append(job_id, claimed.epoch, len(said) + 1, fin=JobStatus.SUCCEEDED, result=ref)
+        await functions.append(plain.incarnation, [fin], lease_s=10.0)
+        shown = (await http.get(f"/v1/jobs/{job_id}")).json()
+        numbers = [each["embedding"] for each in shown["result"]["data"]]
+        assert numbers == [expected("a" * 40)] * 5
+        kept = (await http.get(shown["result_url"])).json()
+        raw = [base64.b64decode(choice["vector"]) for choice in kept["choices"]]
+        assert [list(struct.unpack(f"<{NUM_OUTPUTS}f", each)) for each in raw] == numbers
+
+
+@pytest.fixture
+async def told(
+    redis_server: EmbeddedRedis, serving: Serving
+) -> AsyncIterator[tuple[httpx.AsyncClient, Receiver, dict[str, str]]]:
+    """A client, and a receiver of full callbacks with the callback of its jobs."""
+    async with (
+        Receiver({"/": always(Answer())}) as receiver,
+        service(redis_server),
+        gateway_client(redis_server.url, callback_allow=("127.0.0.0/8",)) as http,
+    ):
+        yield http, receiver, {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
 
 
 @pytest.mark.parametrize("number", range(len(JOBS)))
 async def test_a_full_callback_has_the_whole_answer(
-    redis_server: EmbeddedRedis, serving: Serving, number: int
+    serving: Serving, told: tuple[httpx.AsyncClient, Receiver, dict[str, str]], number: int
 ) -> None:
     """Of each endpoint, as the job has it."""
-    asked = JOBS[number]
-    await serving(asked["body"]["model"])
-    settings = make_settings(redis_server.url, callback_allow=("127.0.0.0/8",))
-    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
-        with running_gateway(settings) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-                callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
-                job_id = await submit(http, {**asked, "callback": callback})
-                await receiver.until(lambda: len(receiver.messages) == 1)
-                shown = (await http.get(f"/v1/jobs/{job_id}")).json()
+    http, receiver, callback = told
+    await serving(JOBS[number]["body"]["model"])
+    job_id = await submit(http, {**JOBS[number], "callback": callback})
+    await receiver.until(lambda: len(receiver.messages) == 1)
+    shown = (await http.get(f"/v1/jobs/{job_id}")).json()
     data = receiver.messages[0].body["data"]
     assert (data["status"], data["result_url"]) == ("succeeded", f"/v1/jobs/{job_id}")
     assert data["result"] == shown["result"]
@@ -254,27 +249,18 @@ async def test_a_full_callback_has_the_whole_answer(
 
 
 async def test_a_callback_says_where_many_vectors_are(
-    redis_server: EmbeddedRedis, serving: Serving, functions: Functions
+    told: tuple[httpx.AsyncClient, Receiver, dict[str, str]], plain: FakeWorker
 ) -> None:
     """Over the size of a message, and where the job has not all of them."""
-    settings = make_settings(redis_server.url, callback_allow=("127.0.0.0/8",))
-    worker = await idle(functions)
-    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
-        with running_gateway(settings) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-                callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
-                await submit(http, {**EMBED, "callback": callback})
-                claimed = await worker.claim()
-                long = ChoiceDelta(0, 0, (), "", FinishReason.STOP, vector=bytes(260_000))
-                rest = vectors(claimed.job)[0].deltas[1:]
-                await worker.say(claimed, 1, Tokens((long, *rest)))
-                await worker.finish(claimed, 2)
-                await receiver.until(lambda: len(receiver.messages) == 1)
-                await submit(http, {**EMBED, "callback": callback})
-                claimed = await worker.claim()
-                await worker.say(claimed, 1, Tokens((long,)))
-                await worker.finish(claimed, 2, "engine_error", "broken")
-                await receiver.until(lambda: len(receiver.messages) == 2)
+    http, receiver, callback = told
+    long = ChoiceDelta(0, 0, (), "", FinishReason.STOP, vector=bytes(260_000))
+    for number, code in enumerate(("", "engine_error"), 1):
+        await submit(http, {**EMBED, "callback": callback})
+        claimed = await plain.claim()
+        rest = () if code else vectors(claimed.job)[0].deltas[1:]
+        await plain.say(claimed, 1, Tokens((long, *rest)))
+        await plain.finish(claimed, 2, code, code)
+        await receiver.until(lambda: len(receiver.messages) == number)  # noqa: B023
     for message in receiver.messages:
         assert not {"result", "choices"} & set(message.body["data"])
 

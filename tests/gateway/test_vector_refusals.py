@@ -28,70 +28,57 @@ GOOD: dict[str, dict[str, Any]] = {
     SCORE: {"model": RERANKER, "text_1": "a", "text_2": "b"},
     CLASSIFY: {"model": CLASSIFIER, "input": "a"},
 }
-# Path, changed fields, and the field that the refusal names.
+# By path and by the place that the refusal names: values that its field may not have.
+WRONG_INPUTS: dict[str, list[Any]] = {
+    "input": [
+        *(None, "", [], 7, {"text": "a"}, [1, "a"], [True], [1.0], [-1], [259]),
+        *(["a"] * 2049, [[1]] * 2049),
+    ],
+    "input.0": [[""], [[[1]]]],
+    "input.1": [
+        *(["a", None], ["a", [1]], [[1], "a"], [[1], []], [[1], [True]], [[1], [1, 300]]),
+        [[1], [2**63]],
+    ],
+    "input.2": [["a", "b", "", "c"]],
+}
+WRONG: dict[str, dict[str, list[Any]]] = {
+    EMBEDDINGS: {
+        "encoding_format": ["int8"],
+        "dimensions": [0, 3, "4"],
+        "input_type": ["passage"],
+        "stream": [True],
+        "truncate_prompt_tokens": [0],
+        "inputs": [["a"]],
+        "max_tokens": [4],
+        "service_tier": ["scoring"],
+        "input.0": [[["a", "b"]]],
+    },
+    CLASSIFY: {
+        "dimensions": [4],
+        "input": [[["a", "b"]] * 2049],
+        "input.0": [[["a", 7]]],
+        "input.1": [[["a", "b"], ["c"]], [["a", "b"], ["c", ""]], [["a", "b"], "c"]],
+    },
+    RERANK: {
+        "query": ["", ["q"]],
+        "documents": ["a", [], ["a"] * 2049],
+        "documents.0": [[{"title": "a"}]],
+        "documents.1": [["a", ""], ["a", {"text": ""}], ["a", 7]],
+        "top_n": [-1],
+        "return_documents": [1],
+    },
+    SCORE: {"text_1": [""], "text_2": [[]], "text_2.1": [["a", ""]]},
+}
 BAD: list[tuple[str, dict[str, Any], str]] = [
     *(
-        (path, {"input": given}, param)
-        for path in (EMBEDDINGS, CLASSIFY)
-        for given, param in (
-            (None, "input"),
-            ("", "input"),
-            ([], "input"),
-            (7, "input"),
-            ({"text": "a"}, "input"),
-            ([""], "input.0"),
-            (["a", "b", "", "c"], "input.2"),
-            (["a", None], "input.1"),
-            (["a", [1]], "input.1"),
-            ([[1], "a"], "input.1"),
-            ([1, "a"], "input"),
-            ([True], "input"),
-            ([1.0], "input"),
-            ([[1], []], "input.1"),
-            ([[1], [True]], "input.1"),
-            ([[[1]]], "input.0"),
-            ([-1], "input"),
-            ([259], "input"),
-            ([[1], [1, 300]], "input.1"),
-            ([[1], [2**63]], "input.1"),
-            (["a"] * 2049, "input"),
-            ([[1]] * 2049, "input"),
-        )
+        (path, {param.partition(".")[0]: value}, param)
+        for path, wrong in (*WRONG.items(), (EMBEDDINGS, WRONG_INPUTS), (CLASSIFY, WRONG_INPUTS))
+        for param, values in wrong.items()
+        for value in values
     ),
-    (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format"),
-    (EMBEDDINGS, {"dimensions": 0}, "dimensions"),
-    (EMBEDDINGS, {"dimensions": 3}, "dimensions"),
-    (EMBEDDINGS, {"dimensions": "4"}, "dimensions"),
     (EMBEDDINGS, {"model": PLAIN, "dimensions": 4}, "dimensions"),
-    (EMBEDDINGS, {"input_type": "passage"}, "input_type"),
     (EMBEDDINGS, {"input": [1], "input_type": "query"}, "input_type"),
-    (EMBEDDINGS, {"stream": True}, "stream"),
-    (EMBEDDINGS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    (EMBEDDINGS, {"inputs": ["a"]}, "inputs"),
-    (EMBEDDINGS, {"max_tokens": 4}, "max_tokens"),
-    (EMBEDDINGS, {"service_tier": "scoring"}, "service_tier"),
-    (EMBEDDINGS, {"input": [["a", "b"]]}, "input.0"),
-    (CLASSIFY, {"dimensions": 4}, "dimensions"),
-    (CLASSIFY, {"input": [["a", "b"], ["c"]]}, "input.1"),
-    (CLASSIFY, {"input": [["a", "b"], ["c", ""]]}, "input.1"),
-    (CLASSIFY, {"input": [["a", "b"], "c"]}, "input.1"),
-    (CLASSIFY, {"input": [["a", 7]]}, "input.0"),
-    (CLASSIFY, {"input": [["a", "b"]] * 2049}, "input"),
     (CLASSIFY, {"model": OF_PAIRS, "input": ["a", "b"]}, "input"),
-    (RERANK, {"query": ""}, "query"),
-    (RERANK, {"query": ["q"]}, "query"),
-    (RERANK, {"documents": "a"}, "documents"),
-    (RERANK, {"documents": []}, "documents"),
-    (RERANK, {"documents": ["a", ""]}, "documents.1"),
-    (RERANK, {"documents": ["a", {"text": ""}]}, "documents.1"),
-    (RERANK, {"documents": [{"title": "a"}]}, "documents.0"),
-    (RERANK, {"documents": ["a", 7]}, "documents.1"),
-    (RERANK, {"documents": ["a"] * 2049}, "documents"),
-    (RERANK, {"top_n": -1}, "top_n"),
-    (RERANK, {"return_documents": 1}, "return_documents"),
-    (SCORE, {"text_1": ""}, "text_1"),
-    (SCORE, {"text_2": []}, "text_2"),
-    (SCORE, {"text_2": ["a", ""]}, "text_2.1"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
     (SCORE, {"text_1": ["a", "b"], "text_2": "c"}, "text_2"),
 ]
@@ -114,16 +101,6 @@ async def refused(
     return error
 
 
-async def test_ids_of_another_tokenizer_are_refused_by_name(
-    serving: Serving, http: httpx.AsyncClient
-) -> None:
-    """LangChain sends OpenAI's, unless its caller knows."""
-    await serving(EMBEDDER)
-    error = await refused(http, EMBEDDINGS, {"input": [[1, 2], [9906, 1917]]})
-    own = "those of the model's own tokenizer, from 0 to 258"
-    assert error["message"] == f"input.1: token ids must be {own}"
-
-
 async def test_wrong_fields_are_refused_by_name(serving: Serving, http: httpx.AsyncClient) -> None:
     """With the index of the item in a list; then nothing of the call runs."""
     worker = await serving(EMBEDDER)
@@ -139,50 +116,69 @@ async def test_wrong_fields_are_refused_by_name(serving: Serving, http: httpx.As
     assert worker.seen == []
 
 
+TOLD: list[tuple[str, dict[str, Any], str]] = [
+    (EMBEDDINGS, {"dimensions": 3}, "dimensions must be one of 2, 4, 8"),
+    (
+        EMBEDDINGS,
+        {"model": PLAIN, "dimensions": 3},
+        "dimensions: the model declares none; its embeddings have 8",
+    ),
+    (
+        EMBEDDINGS,
+        {"input_type": "passage"},
+        "input_type must be one of clustering, document, query",
+    ),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, "input: at most 2048 of them, not 2049"),
+    (
+        CLASSIFY,
+        {"model": OF_PAIRS},
+        "input: this model compares two texts: send pairs, [[text, text], …]",
+    ),
+    (
+        SCORE,
+        {"text_1": ["a", "b"], "text_2": "c"},
+        "text_2: must be as many texts as text_1 has, 2, not 1",
+    ),
+    # LangChain sends ids of OpenAI's tokenizer, unless its caller knows.
+    (
+        EMBEDDINGS,
+        {"input": [[1, 2], [9906, 1917]]},
+        "input.1: token ids must be those of the model's own tokenizer, from 0 to 258",
+    ),
+]
+
+
 async def test_refusals_tell_what_is_possible(serving: Serving, http: httpx.AsyncClient) -> None:
     """The declared dimensions and instructions, the most inputs, the lengths."""
-    error = await refused(http, EMBEDDINGS, {"dimensions": 3})
-    assert error["message"] == "dimensions must be one of 2, 4, 8"
-    error = await refused(http, EMBEDDINGS, {"model": PLAIN, "dimensions": 3})
-    assert error["message"] == "dimensions: the model declares none; its embeddings have 8"
-    error = await refused(http, EMBEDDINGS, {"input_type": "passage"})
-    assert error["message"] == "input_type must be one of clustering, document, query"
-    error = await refused(http, EMBEDDINGS, {"input": ["a"] * 2049})
-    assert error["message"] == "input: at most 2048 of them, not 2049"
-    error = await refused(http, CLASSIFY, {"model": OF_PAIRS})
-    assert error["message"] == "input: this model compares two texts: send pairs, [[text, text], …]"
-    error = await refused(http, SCORE, {"text_1": ["a", "b"], "text_2": "c"})
-    assert error["message"] == "text_2: must be as many texts as text_1 has, 2, not 1"
+    for path, fields, message in TOLD:
+        assert (await refused(http, path, fields))["message"] == message
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "length"),
-    [
-        (EMBEDDINGS, {"input": ["a", "b", "c", LONG]}, "input.3", CONTEXT_LENGTH + 5),
-        (EMBEDDINGS, {"input": [7] * (CONTEXT_LENGTH + 1)}, "input", CONTEXT_LENGTH + 1),
-        (CLASSIFY, {"input": LONG}, "input", CONTEXT_LENGTH + 2),
-        (RERANK, {"documents": ["a", LONG]}, "documents.1", CONTEXT_LENGTH + 7),
-        (RERANK, {"query": LONG, "documents": ["a", "b"]}, "query", CONTEXT_LENGTH + 5),
-        (RERANK, {"model": TEMPLATED, "query": LONG, "documents": ["a", "b"]}, "query", None),
-        (SCORE, {"text_1": ["a", LONG], "text_2": ["b", LONG]}, "text_1.1", CONTEXT_LENGTH + 5),
-        (RERANK, {"model": EMBEDDER, "query": LONG}, "query", CONTEXT_LENGTH + 5),
-        (RERANK, {"model": EMBEDDER, "documents": ["a", LONG]}, "documents.1", None),
-        (RERANK, {"model": TEMPLATED, "documents": ["a", LONG]}, "documents.1", None),
-        (SCORE, {"text_1": ["a", LONG], "text_2": ["b", "c"]}, "text_1.1", None),
-        (SCORE, {"text_1": ["a", "b"], "text_2": ["c", LONG]}, "text_2.1", None),
-        (CLASSIFY, {"input": [["a", "b"], ["a", LONG]]}, "input.1", CONTEXT_LENGTH + 4),
-        (SCORE, {"model": EMBEDDER, "text_1": ["a", LONG], "text_2": ["b", "c"]}, "text_1.1", None),
-    ],
-)
+# Path, fields, the field that is too long, and its length if the message tells it.
+TOO_LONG: list[tuple[str, dict[str, Any], str, int | None]] = [
+    (EMBEDDINGS, {"input": ["a", "b", "c", LONG]}, "input.3", CONTEXT_LENGTH + 5),
+    (EMBEDDINGS, {"input": [7] * (CONTEXT_LENGTH + 1)}, "input", CONTEXT_LENGTH + 1),
+    (CLASSIFY, {"input": LONG}, "input", CONTEXT_LENGTH + 2),
+    (RERANK, {"documents": ["a", LONG]}, "documents.1", CONTEXT_LENGTH + 7),
+    (RERANK, {"query": LONG, "documents": ["a", "b"]}, "query", CONTEXT_LENGTH + 5),
+    (RERANK, {"model": TEMPLATED, "query": LONG, "documents": ["a", "b"]}, "query", None),
+    (SCORE, {"text_1": ["a", LONG], "text_2": ["b", LONG]}, "text_1.1", CONTEXT_LENGTH + 5),
+    (RERANK, {"model": EMBEDDER, "query": LONG}, "query", CONTEXT_LENGTH + 5),
+    (RERANK, {"model": EMBEDDER, "documents": ["a", LONG]}, "documents.1", None),
+    (RERANK, {"model": TEMPLATED, "documents": ["a", LONG]}, "documents.1", None),
+    (SCORE, {"text_1": ["a", LONG], "text_2": ["b", "c"]}, "text_1.1", None),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["c", LONG]}, "text_2.1", None),
+    (CLASSIFY, {"input": [["a", "b"], ["a", LONG]]}, "input.1", CONTEXT_LENGTH + 4),
+    (SCORE, {"model": EMBEDDER, "text_1": ["a", LONG], "text_2": ["b", "c"]}, "text_1.1", None),
+]
+
+
+@pytest.mark.parametrize("case", TOO_LONG)
 async def test_a_text_that_is_too_long_is_named(
-    serving: Serving,
-    http: httpx.AsyncClient,
-    path: str,
-    fields: dict[str, Any],
-    param: str,
-    length: int | None,
+    serving: Serving, http: httpx.AsyncClient, case: tuple[str, dict[str, Any], str, int | None]
 ) -> None:
     """With its length and the model's."""
+    path, fields, param, length = case
     error = await refused(http, path, fields, "context_length_exceeded")
     assert error["param"] == param
     assert f"maximum context length is {CONTEXT_LENGTH} tokens" in error["message"]

@@ -21,7 +21,7 @@ from workers.ipc.messages import (
     EngineOptions,
     FromEngine,
     JobFailed,
-    PromptLogprobs,
+    PromptLogprobsOut,
     Shutdown,
     StopChoice,
     ToEngine,
@@ -84,7 +84,7 @@ class LocalWorker(Channel):
     def send(self, messages: list[FromEngine]) -> None:
         for message in self._decode_from_engine.feed(encode_frame(messages)):
             assert not isinstance(message, JobFailed), message
-            if isinstance(message, PromptLogprobs):
+            if isinstance(message, PromptLogprobsOut):
                 self._held[message.job_id][0].take_prompt(message)
             elif isinstance(message, TokenOut | ChoiceEnded):
                 self._take_output(message)

@@ -2,7 +2,7 @@
 
 from contract.events import Prompt, TokenLogprob, Tokens
 from tests.workers.held import hold, job_of
-from workers.ipc.messages import PromptLogprobs, TokenOut
+from workers.ipc.messages import PromptLogprobsOut, TokenOut
 from workers.supervisor.held_job import HeldJob
 
 SCORES = tuple(TokenLogprob(i, -float(i)) for i in range(1, 6))  # of positions 1 to 5
@@ -21,7 +21,7 @@ def test_a_long_prompt_is_several_events() -> None:
     """vLLM scores it at once; a resumed job goes on behind what is logged."""
     held = scored(num_tokens=3000)
     scores = tuple(TokenLogprob(i, -1.0) for i in range(1, 3000))
-    held.take_prompt(PromptLogprobs("job", 1, 1, scores))
+    held.take_prompt(PromptLogprobsOut("job", 1, 1, scores))
     events = []
     while held.has_news:
         event, _ = held.take_event()
@@ -32,8 +32,8 @@ def test_a_long_prompt_is_several_events() -> None:
     assert scored(*events[:2], num_tokens=3000)._scores[0].num_missing == 2999 - 2048
 
 
-def says(start: int, end: int) -> PromptLogprobs:
-    return PromptLogprobs("job", 1, start, SCORES[start - 1 : end - 1])
+def says(start: int, end: int) -> PromptLogprobsOut:
+    return PromptLogprobsOut("job", 1, start, SCORES[start - 1 : end - 1])
 
 
 def test_a_prompt_is_an_event_of_its_own_before_the_output() -> None:
@@ -77,13 +77,13 @@ def test_a_prompt_s_output_does_not_wait_for_other_prompts() -> None:
     held.take(TokenOut("job", 1, 1, 0, 65))
     held.take(TokenOut("job", 1, 3, 0, 66))
     assert held.take_event() == (None, 0)
-    held.take_prompt(PromptLogprobs("job", 1, 1, SCORES, prompt=1))
+    held.take_prompt(PromptLogprobsOut("job", 1, 1, SCORES, prompt=1))
     assert held.take_event() == (Prompt(1, SCORES, prompt=1), 0)
     event, num_tokens = held.take_event()
     assert isinstance(event, Tokens)
     assert ([delta.choice for delta in event.deltas], num_tokens) == ([3], 1)
     assert not held.has_news
-    held.take_prompt(PromptLogprobs("job", 1, 1, SCORES))
+    held.take_prompt(PromptLogprobsOut("job", 1, 1, SCORES))
     assert held.take_event() == (Prompt(1, SCORES), 0)
     event, _ = held.take_event()
     assert isinstance(event, Tokens)

@@ -28,7 +28,7 @@ from workers.engine.masks import StepMasks
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan, StepReport, marks_of, token_out
-from workers.engine.strategy import Batches, Strategies, Strategy, num_tokens_of
+from workers.engine.strategy import StrategyBatches, Strategies, Strategy, num_tokens_of
 from workers.ipc.messages import TokenOut, VectorOut
 from workers.lanes import DEFAULT_LANES, Lane
 
@@ -53,7 +53,7 @@ class Engine(JobEngine):
         self._blocks = blocks_of(model, limits, model_revision)
         if not isinstance(strategies, Strategies):
             strategies = Strategies(strategies)
-        self._batches = Batches(strategies, limits.max_num_seqs)
+        self._batches = StrategyBatches(strategies, limits.max_num_seqs)
         self._is_idle = False  # all that runs waits for masks
         scheduler = Scheduler(self._blocks, limits, lanes, self._lengths)
         # A model with a state for each sequence would compute a late row's from its start again.

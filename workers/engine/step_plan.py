@@ -18,7 +18,7 @@ from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from workers.engine.cost_model import CostModel, chunk_features
 from workers.engine.interface import Chunk
-from workers.engine.interface import PromptLogprobs as PromptScores
+from workers.engine.interface import PromptLogprobsOut as PromptScores
 from workers.engine.sequence import Account, Sequence
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -26,7 +26,7 @@ from workers.ipc.messages import (
     FromEngine,
     JobFailed,
     Marked,
-    PromptLogprobs,
+    PromptLogprobsOut,
     TokenOut,
     VectorOut,
 )
@@ -312,7 +312,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
     # Complete without an ending token: on arrival, or because a grammar allows no more.
     ended: list[ChoiceEnded] = msgspec.field(default_factory=list)
     failed: list[JobFailed] = msgspec.field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobsOut] = msgspec.field(default_factory=list)
     vectors: list[VectorOut] = msgspec.field(default_factory=list)
     marks: list[Marked] = msgspec.field(default_factory=list)
 
@@ -320,7 +320,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
         """Adds log probabilities of a part of the sequence's prompt."""
         scores = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
         job_id, epoch, number = sequence.job_id, sequence.epoch, sequence.prompt_number
-        self.prompt_logprobs.append(PromptLogprobs(job_id, epoch, found.start, scores, number))
+        self.prompt_logprobs.append(PromptLogprobsOut(job_id, epoch, found.start, scores, number))
 
     def messages(self, start_s: float, ended_s: float) -> list[FromEngine]:
         """Returns marks, prompt scores, tokens, vectors, ends, failures, and the load last. The

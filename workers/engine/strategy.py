@@ -190,7 +190,7 @@ def num_tokens_of(padding: Seq[Padding]) -> int:
     return sum(pad.num_tokens for pad in padding)
 
 
-class Batches:
+class StrategyBatches:
     """The waiting and the open batches of every strategy.
 
     A preempted sequence stays in its batch.

@@ -202,7 +202,7 @@ class RunningJobs(msgspec.Struct, frozen=True, array_like=True, tag="running"):
     job_ids: tuple[str, ...]
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
+class PromptLogprobsOut(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
     """Log probabilities of a prompt's tokens from position `start` on, in order, for jobs whose
     parameters ask. All are sent before the prompt's first output token; after a preemption or a
     resume they are sent again from an earlier `start`.
@@ -282,7 +282,7 @@ FromEngine = (
     | LoadFailed
     | EngineReady
     | RunningJobs
-    | PromptLogprobs
+    | PromptLogprobsOut
     | TokenOut
     | VectorOut
     | ChoiceEnded

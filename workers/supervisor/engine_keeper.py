@@ -31,7 +31,7 @@ from workers.ipc.messages import (
     LoadFailed,
     Loading,
     Marked,
-    PromptLogprobs,
+    PromptLogprobsOut,
     RunningJobs,
     StopChoice,
     StopJob,
@@ -164,7 +164,7 @@ class EngineKeeper:
                     job.mark(kind, num_tokens, time.monotonic())
             case JobFailed(_, _, ErrorCode.DEADLINE, _):
                 pass  # the sweep of Redis ends expired jobs
-            case PromptLogprobs(job_id, epoch):
+            case PromptLogprobsOut(job_id, epoch):
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     job.take_prompt(message)
                     self._publisher.note(job)

@@ -20,7 +20,7 @@ from contract.function_types import Claimed, JobMark
 from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
-from workers.ipc.messages import ChoiceEnded, PromptLogprobs, Request, TokenOut, VectorOut
+from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
 
@@ -446,7 +446,7 @@ class HeldJob:
             choice.new_logprobs.append(out.logprob)
         return choice.text.is_stopped
 
-    def take_prompt(self, message: PromptLogprobs) -> None:
+    def take_prompt(self, message: PromptLogprobsOut) -> None:
         self._scores[message.prompt].take(message.start, message.logprobs)
 
     def mark(self, kind: MarkKind, num_tokens: int, now_s: float) -> None:

@@ -41,7 +41,7 @@ _OTHER_SHAPE = "its answer has another number of choices or inputs than the call
 _FORGOTTEN = "its output is no longer kept, and the flow could not go on without it"
 
 
-class FlowCall(msgspec.Struct, frozen=True):
+class ModelCall(msgspec.Struct, frozen=True):
     """A call of a model. `number`: its number among the flow's calls; `name`: of a pipeline's step;
     `can_fail`: others can answer in its place."""
 
@@ -99,7 +99,7 @@ class MemberFailed(Exception):
         return cls(outcome.run.code, f"{outcome.run.name or outcome.run.model}: {outcome.message}")
 
 
-class FlowCalls:
+class ModelCalls:
     """The calls of one flow's job. Its `lane` and `deadline_s` (the broker's clock) may change."""
 
     def __init__(self, gateway: Gateway, parent: Job, *, lane: str, deadline_s: float) -> None:
@@ -110,7 +110,7 @@ class FlowCalls:
         assert parent.flow is not None
         self._flow = parent.flow
 
-    async def prepare(self, call: FlowCall) -> tuple[Job, Submission]:
+    async def prepare(self, call: ModelCall) -> tuple[Job, Submission]:
         """Returns the job of a call in the name of the parent's tenant, whose meter counts its
         tokens. Raises ApiError, TemplateFailed, ModelUnreadable."""
         deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.gateway.broker.clock())
@@ -143,7 +143,7 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
         raise translated({**error, "loc": error["loc"][1:] or ("body",)}, fields) from None
 
 
-def failed(call: FlowCall, parent_id: str, exc: BatchwayError) -> CallOutcome:
+def failed(call: ModelCall, parent_id: str, exc: BatchwayError) -> CallOutcome:
     """The outcome of a call that could not begin. Raises `exc` again if a retry may help."""
     match exc:
         case ApiError() if exc.status == 503:
@@ -164,7 +164,7 @@ def failed(call: FlowCall, parent_id: str, exc: BatchwayError) -> CallOutcome:
     return CallOutcome(run, message=message)
 
 
-def _ended(call: FlowCall, job: Job, end: End) -> CallOutcome:
+def _ended(call: ModelCall, job: Job, end: End) -> CallOutcome:
     code = {
         JobStatus.SUCCEEDED: "",
         JobStatus.FAILED: end.code or ErrorCode.ENGINE_ERROR,
@@ -183,7 +183,7 @@ class Execution:
     pipeline."""
 
     def __init__(
-        self, calls: FlowCalls, known: Mapping[str, MemberRun], stages: StageQueues | None
+        self, calls: ModelCalls, known: Mapping[str, MemberRun], stages: StageQueues | None
     ) -> None:
         self.stages = stages
         self.calls = calls
@@ -192,7 +192,7 @@ class Execution:
         self._known = known
         self._unlogged: list[MemberRun] = []
 
-    def log_begun(self, *calls: FlowCall) -> Members:
+    def log_begun(self, *calls: ModelCall) -> Members:
         """The event that these calls begin, with the calls that have ended meanwhile."""
         for call in calls:
             self._note(call.run(self.parent.id))
@@ -222,13 +222,13 @@ class Execution:
         self.begun[run.job_id] = run
         self._unlogged.append(run)
 
-    async def run_call(self, call: FlowCall) -> CallOutcome:
+    async def run_call(self, call: ModelCall) -> CallOutcome:
         """Makes a call, and returns it with all its output."""
         outcome = await self._collected(call)
         self._note(outcome.run)
         return outcome
 
-    async def run_calls(self, calls: Sequence[FlowCall]) -> list[CallOutcome]:
+    async def run_calls(self, calls: Sequence[ModelCall]) -> list[CallOutcome]:
         """Makes calls at once. Their ends are logged in the order of the calls."""
         # Not a task group, which passes a cancellation on once only: redis-py may lose it.
         tasks = [asyncio.create_task(self._collected(call)) for call in calls]
@@ -240,7 +240,7 @@ class Execution:
             self._note(outcome.run)
         return outcomes
 
-    async def _collected(self, call: FlowCall) -> CallOutcome:
+    async def _collected(self, call: ModelCall) -> CallOutcome:
         events: list[Output] = []
         outcome: CallOutcome | None = None
         async for item in self._follow(call):
@@ -251,7 +251,7 @@ class Execution:
         assert outcome is not None
         return replace(outcome, events=tuple(events))
 
-    async def stream_call(self, call: FlowCall) -> AsyncIterator[Output]:
+    async def stream_call(self, call: ModelCall) -> AsyncIterator[Output]:
         """Makes the call that decides, and yields its output as it comes. Raises MemberFailed."""
         outcome: CallOutcome | None = None
         async for item in self._follow(call):
@@ -280,7 +280,7 @@ class Execution:
             found.append(event)
         return found
 
-    async def _follow(self, call: FlowCall) -> AsyncIterator[Output | CallOutcome]:
+    async def _follow(self, call: ModelCall) -> AsyncIterator[Output | CallOutcome]:
         """Yields a call's output from its first event on, and then its outcome."""
         calls, run = self.calls, self._known.get(call.job_id(self.parent.id))
         if run is not None and run.status not in (None, JobStatus.SUCCEEDED):
@@ -314,7 +314,7 @@ class Execution:
         except PayloadLost as exc:
             yield failed(call, self.parent.id, exc)
 
-    async def _begin(self, call: FlowCall) -> tuple[Job, float | None]:
+    async def _begin(self, call: ModelCall) -> tuple[Job, float | None]:
         """Submits a call's job, unless an earlier run has done so. Returns the job, and the time if
         it was submitted here (the broker's clock)."""
         broker, (job, submission) = self.calls.gateway.broker, await self.calls.prepare(call)

@@ -28,8 +28,8 @@ from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
 from gateway.runners.flows.calls import (
     CallOutcome,
     Execution,
-    FlowCall,
     MemberFailed,
+    ModelCall,
     Output,
     parse_body,
 )
@@ -200,7 +200,7 @@ def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
             return _pipeline(execution, definition)
 
 
-async def first_calls(parent: Job, templates: StepTemplates) -> list[FlowCall]:
+async def first_calls(parent: Job, templates: StepTemplates) -> list[ModelCall]:
     """Returns the calls with which a flow may begin: a cascade with the first that can take the
     call, an ensemble with all of them. Raises MemberFailed, Busy."""
     assert parent.flow is not None
@@ -242,20 +242,20 @@ def _member_body(parent: Job) -> dict[str, Any]:
 
 def _call(
     parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object
-) -> FlowCall:
+) -> ModelCall:
     body = {**_member_body(parent), **more}
-    return FlowCall(number, model, _endpoint(parent), body, can_fail=can_fail)
+    return ModelCall(number, model, _endpoint(parent), body, can_fail=can_fail)
 
 
 # --- route ------------------------------------------------------------------------------------
 
 
-def _classifying(parent: Job, route: Route) -> FlowCall:
+def _classifying(parent: Job, route: Route) -> ModelCall:
     body = {"input": text_of(parsed_body(parent)) or " "}
-    return FlowCall(0, route.classifier, Endpoint.CLASSIFY, body)
+    return ModelCall(0, route.classifier, Endpoint.CLASSIFY, body)
 
 
-def chosen_call(parent: Job, route: Route, label: str | None) -> FlowCall:
+def chosen_call(parent: Job, route: Route, label: str | None) -> ModelCall:
     """The call of the target. `label`: the classifier's; None if it could not read the text."""
     assert parent.flow is not None
     facts = Facts(
@@ -288,7 +288,7 @@ async def _route(execution: Execution, route: Route) -> AsyncGenerator[LogEvent]
 # --- cascade ----------------------------------------------------------------------------------
 
 
-def _cascading(parent: Job, cascade: Cascade, index: int) -> FlowCall:
+def _cascading(parent: Job, cascade: Cascade, index: int) -> ModelCall:
     model, is_last = cascade.members[index].model, index == len(cascade.members) - 1
     if (
         is_last
@@ -331,13 +331,13 @@ def _confidence(kind: Confidence, outcome: CallOutcome) -> float:
     return min(confidence(kind, logprobs, text) for logprobs, text in choices)
 
 
-def _scoring(parent: Job, index: int, scorer: str, outcome: CallOutcome) -> list[FlowCall]:
+def _scoring(parent: Job, index: int, scorer: str, outcome: CallOutcome) -> list[ModelCall]:
     """A call of the scorer for each choice of an answer, with the choice's prompt."""
     body, answers = parsed_body(parent), answers_of(outcome)
     num_each = len(answers) // (len(body.prompt) if isinstance(body, CompletionBody) else 1)
     bodies = [score_body(text_of(body, i // num_each), text) for i, text in enumerate(answers)]
     first = _SCORER * (index + 1)
-    return [FlowCall(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
+    return [ModelCall(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
 
 
 def score_body(prompt: str, answer: str) -> dict[str, object]:
@@ -355,7 +355,7 @@ async def _score(execution: Execution, outcome: CallOutcome) -> float:
 # --- ensemble ---------------------------------------------------------------------------------
 
 
-def _of_members(parent: Job, ensemble: Ensemble) -> list[FlowCall]:
+def _of_members(parent: Job, ensemble: Ensemble) -> list[ModelCall]:
     """The calls of an ensemble. Each has its own seed: a model may be a member several times."""
     seed = body_of(parent).get("seed")
     calls = [_call(parent, i, model, can_fail=True) for i, model in enumerate(ensemble.members)]
@@ -416,7 +416,7 @@ async def _step(
     pipeline: Pipeline,
     index: int,
     values: Mapping[str, Any],
-) -> FlowCall:
+) -> ModelCall:
     """Returns the call of a step. Raises MemberFailed, Busy."""
     step = pipeline.steps[index]
     endpoint = Endpoint(step.endpoint)
@@ -425,7 +425,7 @@ async def _step(
     except TemplateFault as fault:
         message = f"{step.model}: {fault}"
         raise MemberFailed(ErrorCode.BAD_PARAMETER, message) from None
-    return FlowCall(index, step.model, endpoint, body, step.name)
+    return ModelCall(index, step.model, endpoint, body, step.name)
 
 
 async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:

@@ -11,7 +11,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import UnknownJob
-from gateway.runners.flows.calls import Execution, FlowCalls, MemberFailed
+from gateway.runners.flows.calls import Execution, MemberFailed, ModelCalls
 from gateway.runners.flows.kinds import events_of
 from gateway.runners.flows.stage_queues import StageQueues
 from gateway.state import Gateway
@@ -85,7 +85,7 @@ class Run:
         self.job = claimed.job
         self._broker = gateway.broker
         self._publisher = publisher
-        self._calls = FlowCalls(
+        self._calls = ModelCalls(
             gateway,
             claimed.job,
             lane=claimed.job.lane,

@@ -6,72 +6,55 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import redis.asyncio
-import yaml  # type: ignore[import-untyped]
 
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import (
+    Gateways,
+    gateway_client,
+    make_settings,
+    running_gateway,
+    until_listed,
+)
 from tests.gateway.fake_worker import FakeWorker, Script, publish_model, says
+from tests.gateway.flows.model_files import (
+    CHAT,
+    COMPLETIONS,
+    cascade,
+    ensemble,
+    pipeline,
+    route,
+    rule,
+    step,
+    user,
+    write,
+)
 from tests.gateway.vector_worker import publish_vector_model, vector_worker
 
 FLOWS = {
-    "models": [
-        {
-            "name": "router",
-            "route": {
-                "rules": [
-                    {"when": {"pattern": "hard"}, "to": [{"model": "large"}]},
-                    {"when": {"min_prompt_tokens": 100}, "to": [{"model": "large"}]},
-                ],
-                "otherwise": [{"model": "small"}],
-            },
-        },
-        {
-            "name": "cascade",
-            "cascade": {"members": [{"model": "small", "threshold": 0.8}, {"model": "large"}]},
-        },
-        {"name": "vote", "ensemble": {"members": ["small", "large", "third"], "combine": "vote"}},
-        {
-            "name": "pipe",
-            "pipeline": {
-                "steps": [
-                    {
-                        "name": "draft",
-                        "model": "small",
-                        "endpoint": "/v1/completions",
-                        "body": {"prompt": "{{ input.messages[-1].content }}"},
-                    },
-                    {
-                        "name": "final",
-                        "model": "large",
-                        "endpoint": "/v1/chat/completions",
-                        "body": {
-                            "messages": [
-                                {"role": "user", "content": "edit: {{ draft.choices[0].text }}"}
-                            ]
-                        },
-                    },
-                ]
-            },
-        },
-        {
-            "name": "by-tier",
-            "route": {
-                "rules": [{"when": {"metadata": {"tier": "gold"}}, "to": [{"model": "large"}]}],
-                "otherwise": [{"model": "small"}],
-            },
-        },
-        {"name": "checked", "ensemble": {"members": ["by-tier", "by-tier"], "combine": "vote"}},
-        {"name": "nested", "ensemble": {"members": ["cascade", "third"], "combine": "vote"}},
-    ]
+    "router": route(
+        "small", rules=[rule("large", pattern="hard"), rule("large", min_prompt_tokens=100)]
+    ),
+    "cascade": cascade("small", "large", threshold=0.8),
+    "vote": ensemble("vote", "small", "large", "third"),
+    "pipe": pipeline(
+        step("draft", "small", COMPLETIONS, prompt="{{ input.messages[-1].content }}"),
+        step("final", "large", CHAT, messages=user("edit: {{ draft.choices[0].text }}")),
+    ),
+    "by-tier": route("small", rules=[rule("large", metadata={"tier": "gold"})]),
+    "checked": ensemble("vote", "by-tier", "by-tier"),
+    "nested": ensemble("vote", "cascade", "third"),
 }
 MEMBERS = ("small", "large", "third")
 
@@ -124,10 +107,9 @@ async def fleet(redis_client: redis.asyncio.Redis, keys: Keys) -> AsyncIterator[
 
 
 @pytest.fixture
-def models_yaml(tmp_path: Path) -> Path:
-    path = tmp_path / "models.yaml"
-    path.write_text(json.dumps(FLOWS))
-    return path
+def models_yaml(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The FLOWS of the test's module, or those above."""
+    return write(tmp_path, **getattr(request.module, "FLOWS", FLOWS))
 
 
 @pytest.fixture
@@ -140,20 +122,29 @@ def flow_url(redis_server: EmbeddedRedis, fleet: Fleet, models_yaml: Path) -> It
 @pytest.fixture
 def names(models_yaml: Path) -> set[str]:
     """Of the flows."""
-    return {model["name"] for model in yaml.safe_load(models_yaml.read_text())["models"]}
+    return {model["name"] for model in json.loads(models_yaml.read_text())["models"]}
 
 
 @pytest.fixture
 async def flows(flow_url: str, names: set[str]) -> AsyncIterator[httpx.AsyncClient]:
     """A client of it, once all flows are served."""
     async with httpx.AsyncClient(base_url=flow_url, timeout=20) as client:
-
-        async def is_served() -> bool:
-            listed = (await client.get("/v1/models")).json()["data"]
-            return names <= {model["id"] for model in listed}
-
-        await until(is_served, 20)
+        await until_listed(client, names)
         yield client
+
+
+@pytest.fixture
+async def client(flows: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client of the same gateway."""
+    base_url = f"{flows.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def runners(redis_server: EmbeddedRedis, models_yaml: Path) -> Gateways:
+    """Gateways that run the flows, each with a client."""
+    return partial(gateway_client, redis_server.url, models=str(models_yaml))
 
 
 @pytest.fixture
@@ -176,9 +167,43 @@ def runner(
         process.kill()
 
 
-async def is_live(client: redis.asyncio.Redis, keys: Keys, flow: str) -> bool:
-    return bool(await client.zcard(keys.of("workers", flow)))
+async def until_live(fleet: Fleet, flow: str) -> None:
+    """Returns once a process runs the flow; the members' workers are live, too."""
+
+    async def is_so() -> bool:
+        return bool(await fleet.client.zcard(fleet.keys.of("workers", flow)))
+
+    await until(is_so)
+    await fleet.beat()
 
 
 def chat(model: str, text: str = "hello", **more: object) -> dict[str, object]:
-    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+    return {"model": model, "messages": user(text), **more}
+
+
+def answer_of(answer: httpx.Response) -> str:
+    """The text of a whole chat."""
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def job(model: str, **more: object) -> dict[str, object]:
+    return {"endpoint": CHAT, "body": chat(model, max_tokens=50), **more}
+
+
+async def submitted(flows: httpx.AsyncClient, body: dict[str, object]) -> str:
+    answer = await flows.post("/v1/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def ended(flows: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
+    """A job's object once it has ended."""
+    found: dict[str, Any] = {}
+
+    async def has_ended() -> bool:
+        found.update((await flows.get(f"/v1/jobs/{job_id}")).json())
+        return found["status"] not in ("queued", "running")
+
+    await until(has_ended, 20)
+    return found

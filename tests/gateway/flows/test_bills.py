@@ -1,85 +1,46 @@
 """What a flow's tenant is charged: the tokens of the calls that ran."""
 
-import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 
-from contract.api_keys import ApiKeys, KeyTerms
 from contract.jobs import JobStatus
-from contract.keys import Keys
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
+from tests.gateway.conftest import Bearer
 from tests.gateway.fake_worker import FakeWorker, says
-from tests.gateway.flows.conftest import Fleet, chat
-from tests.gateway.flows.test_jobs import ended, job, submitted
+from tests.gateway.flows.conftest import Fleet, chat, ended, job, submitted
+from tests.gateway.flows.model_files import CHAT, COMPLETIONS, ensemble, pipeline, step
 from tests.gateway.vector_worker import EMBEDDER, RERANKER
 
 pytestmark = pytest.mark.anyio
 
-CHAT = "/v1/chat/completions"
-_DRAFT = {
-    "name": "draft",
-    "model": "small",
-    "endpoint": "/v1/completions",
-    "body": {"prompt": "{{ input.input | default(['go']) | first }}", "max_tokens": 40},
+_DRAFT = step(
+    "draft",
+    "small",
+    COMPLETIONS,
+    prompt="{{ input.input | default(['go']) | first }}",
+    max_tokens=40,
+)
+FLOWS = {
+    "long": pipeline(
+        _DRAFT,
+        step(
+            "answer",
+            "large",
+            CHAT,
+            messages="{{ input.messages }}",
+            max_tokens="{{ input.max_tokens | default(30) }}",
+        ),
+    ),
+    "embedded": pipeline(
+        _DRAFT, step("vector", EMBEDDER, "/v1/embeddings", input="{{ draft.choices[0].text }}")
+    ),
+    "best": ensemble("best-by-score", "small", "large", scorer=RERANKER),
+    "vote": ensemble("vote", "small", "large", "third"),
+    "nested": ensemble("vote", "best", "third"),
 }
-FLOWS: dict[str, Any] = {
-    "models": [
-        {
-            "name": "long",
-            "pipeline": {
-                "steps": [
-                    _DRAFT,
-                    {
-                        "name": "answer",
-                        "model": "large",
-                        "endpoint": CHAT,
-                        "body": {
-                            "messages": "{{ input.messages }}",
-                            "max_tokens": "{{ input.max_tokens | default(30) }}",
-                        },
-                    },
-                ]
-            },
-        },
-        {
-            "name": "embedded",
-            "pipeline": {
-                "steps": [
-                    _DRAFT,
-                    {
-                        "name": "vector",
-                        "model": EMBEDDER,
-                        "endpoint": "/v1/embeddings",
-                        "body": {"input": "{{ draft.choices[0].text }}"},
-                    },
-                ]
-            },
-        },
-        {
-            "name": "best",
-            "ensemble": {
-                "members": ["small", "large"],
-                "combine": "best-by-score",
-                "scorer": RERANKER,
-            },
-        },
-        {"name": "vote", "ensemble": {"members": ["small", "large", "third"], "combine": "vote"}},
-        {"name": "nested", "ensemble": {"members": ["best", "third"], "combine": "vote"}},
-    ]
-}
-
-
-@pytest.fixture
-def models_yaml(tmp_path: Path) -> Path:
-    path = tmp_path / "models.yaml"
-    path.write_text(json.dumps(FLOWS))
-    return path
 
 
 @pytest.fixture
@@ -102,7 +63,7 @@ async def test_a_caller_s_limit_does_not_cap_the_bill_of_a_pipeline(
 
 
 async def test_what_a_pipeline_generates_before_it_embeds_is_billed(
-    flows: httpx.AsyncClient, fleet: Fleet, redis_client: redis.asyncio.Redis, keys: Keys
+    flows: httpx.AsyncClient, fleet: Fleet
 ) -> None:
     body = {"model": "embedded", "input": "what?", "service_tier": "flex"}
     answer = await flows.post("/v1/embeddings", json=body)
@@ -115,8 +76,8 @@ async def test_what_a_pipeline_generates_before_it_embeds_is_billed(
     }
     job_id = await submitted(flows, {"endpoint": "/v1/embeddings", "body": body})
     found = await ended(flows, job_id)
-    assert found["usage"]["completion_tokens"] == len(b"I am small")  # type: ignore[index]
-    assert found["usage"]["prompt_tokens"] == num_prompt  # type: ignore[index]
+    assert found["usage"]["completion_tokens"] == len(b"I am small")
+    assert found["usage"]["prompt_tokens"] == num_prompt
 
 
 @pytest.mark.parametrize(
@@ -132,17 +93,12 @@ async def test_what_a_pipeline_generates_before_it_embeds_is_billed(
     ],
 )
 async def test_a_flow_reserves_what_its_calls_may_take(
-    flows: httpx.AsyncClient,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    model: str,
-    more: dict[str, int],
-    cost: int,
+    flows: httpx.AsyncClient, fleet: Fleet, model: str, more: dict[str, int], cost: int
 ) -> None:
     """Each call reads the prompt, of 20 tokens, and writes as much as its body lets it."""
     asked: dict[str, object] = {"endpoint": CHAT, "body": {**chat(model, "12"), **more}}
     job_id = await submitted(flows, asked)
-    assert await redis_client.hget(keys.of("job", job_id), "cost") == str(cost).encode()
+    assert await fleet.client.hget(fleet.keys.of("job", job_id), "cost") == str(cost).encode()
 
 
 async def has_seen(worker: FakeWorker) -> bool:
@@ -151,19 +107,12 @@ async def has_seen(worker: FakeWorker) -> bool:
 
 @pytest.mark.parametrize("model", ["vote", "nested"])
 async def test_a_cancelled_flow_pays_for_the_calls_that_ran(
-    flows: httpx.AsyncClient,
-    fleet: Fleet,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    model: str,
+    flows: httpx.AsyncClient, fleet: Fleet, bearer: Bearer, model: str
 ) -> None:
     """`third` has ended, and `large` has begun; its job object shows the same."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await fleet.client.set(TEST_CLOCK, "=1700000000000")
     await fleet.stop_serving("large")
-    key, _ = await ApiKeys(redis_client, keys).create(
-        KeyTerms(tenant="acme", tokens_per_minute=10_000)
-    )
-    flows.headers["authorization"] = f"Bearer {key}"
+    flows.headers.update(await bearer(tokens_per_minute=10_000))
     job_id = await submitted(flows, job(model))
     claimed = await fleet.workers["large"].claim()
     await fleet.workers["large"].say(claimed, 1, says("half")(claimed.job)[0])
@@ -172,10 +121,10 @@ async def test_a_cancelled_flow_pays_for_the_calls_that_ran(
         await ended(flows, fleet.workers[name].seen[0].id)
     await flows.post(f"/v1/jobs/{job_id}/cancel")
     assert await fleet.workers["large"].wait_until_ended(claimed) is JobStatus.CANCELLED
-    found: Any = await ended(flows, job_id)
+    found = await ended(flows, job_id)
     seen = [fleet.workers[name].seen[0] for name in ("small", "large", "third")]
     num_prompt = sum(each.num_prompt_tokens for each in seen)
     num_output = sum(map(len, (b"I am small", b"half", b"I am third")))
     assert found["usage"]["total_tokens"] == num_prompt + num_output
-    level = await redis_client.hmget(keys.of("tenant", "acme"), "tokens", "reserved")
+    level = await fleet.client.hmget(fleet.keys.of("tenant", "acme"), "tokens", "reserved")
     assert [float(each or 0) for each in level] == [num_prompt + num_output, 0.0]

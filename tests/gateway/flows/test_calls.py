@@ -9,43 +9,35 @@ from contract.jobs import Endpoint, SamplingParams
 from contract.keys import new_job_id
 from gateway.http.errors import ApiError
 from gateway.prepare.flow_calls import split_point
-from gateway.runners.flows.calls import CallOutcome, parse_body
+from gateway.runners.flows.calls import CallOutcome, ModelCall, parse_body
 from gateway.runners.flows.kinds import _scoring
 from tests.contract.some_calls import make_job
 
 
-def test_each_choice_of_each_member_is_scored_by_a_call_of_its_own() -> None:
-    """Also with the most choices that a call may have, 128."""
+def scoring(prompts: list[str], n: int) -> tuple[str, list[ModelCall]]:
+    """The parent's id, and the calls of the scorer for two members with these choices."""
     definition = Ensemble(members=("a", "b"), combine="best-by-score", scorer="rank")
     flow = Flow(definition=definition, endpoints=(Endpoint.COMPLETIONS,))
-    call = FlowCall(flow=flow, body=b'{"model": "m", "prompt": "a"}', retention_s=60.0)
+    body = msgspec.json.encode({"model": "m", "prompt": prompts})
+    call = FlowCall(flow=flow, body=body, retention_s=60.0)
     parent = msgspec.structs.replace(make_job(), flow=call)
     member = msgspec.structs.replace(
         make_job(),
         prompt_ids=(),
-        prompt_list=((1,),) * 16,
-        params=SamplingParams(max_tokens=1, seed=1, n=8),
+        prompt_list=((1,),) * len(prompts),
+        params=SamplingParams(max_tokens=1, seed=1, n=n),
     )
     outcome = CallOutcome(MemberRun("a", member.id), member)
-    ids = {
-        each.job_id(parent.id)
-        for index in range(2)
-        for each in _scoring(parent, index, "rank", outcome)
-    }
-    assert len(ids) == 2 * 128
+    calls = [each for index in range(2) for each in _scoring(parent, index, "rank", outcome)]
+    return parent.id, calls
 
 
-def test_a_choice_is_scored_beside_its_own_prompt() -> None:
-    definition = Ensemble(members=("a", "b"), combine="best-by-score", scorer="rank")
-    flow = Flow(definition=definition, endpoints=(Endpoint.COMPLETIONS,))
-    call = FlowCall(flow=flow, body=b'{"model": "m", "prompt": ["x", "y"]}', retention_s=60.0)
-    parent = msgspec.structs.replace(make_job(), flow=call)
-    params = SamplingParams(max_tokens=1, seed=1, n=2)
-    member = msgspec.structs.replace(
-        make_job(), prompt_ids=(), prompt_list=((1,), (2,)), params=params
-    )
-    calls = _scoring(parent, 0, "rank", CallOutcome(MemberRun("a", member.id), member))
-    assert [call.body["text_1"] for call in calls] == ["x", "x", "y", "y"]
+def test_each_choice_of_each_member_is_scored_by_a_call_of_its_own() -> None:
+    """Beside its own prompt; also with the most choices that a call may have, 128."""
+    parent_id, calls = scoring(["x"] * 16, 8)
+    assert len({call.job_id(parent_id) for call in calls}) == 2 * 128
+    _, calls = scoring(["x", "y"], 2)
+    assert [call.body["text_1"] for call in calls] == ["x", "x", "y", "y"] * 2
 
 
 def test_a_fault_in_a_step_s_body_names_the_field() -> None:

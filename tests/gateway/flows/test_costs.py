@@ -7,25 +7,22 @@ from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 from playwright.async_api import expect
 
-from contract.api_keys import ApiKeys, KeyTerms, Scope
-from contract.keys import Keys
+from contract.api_keys import Scope
 from infra.embedded_redis import EmbeddedRedis
 from tests.browser import chromium, needs_chromium
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.flows.conftest import Fleet
-from tests.gateway.flows.test_jobs import ended, job, submitted
+from tests.gateway.conftest import Bearer, make_settings, running_gateway, until_listed
+from tests.gateway.flows.conftest import Fleet, ended, job, submitted
 from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_each_call_has_its_own_record_s_times(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+async def test_each_call_has_its_own_record_s_times(flows: httpx.AsyncClient) -> None:
     """Also those of flows within the flow; without a price there is no cost."""
-    found: Any = await ended(flows, await submitted(flows, job("nested")))
+    found = await ended(flows, await submitted(flows, job("nested")))
     [cascade, third] = found["members"]
     assert third["members"] is None
     assert cascade["members"][0]["model"] == "small"
@@ -57,26 +54,20 @@ async def test_a_running_call_has_the_times_that_it_has_reached(
 @pytest.mark.campaign
 @needs_chromium
 async def test_a_flow_costs_the_sum_of_its_calls_at_the_console_s_price(
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    fleet: Fleet,
-    models_yaml: Path,
+    redis_server: EmbeddedRedis, fleet: Fleet, models_yaml: Path, bearer: Bearer
 ) -> None:
     """Each call its output tokens at its model's price, for who may see the fleet; the console
     draws the tree with bars and costs."""
-    api_keys = ApiKeys(redis_client, keys)
-    admin, _ = await api_keys.create(KeyTerms(tenant="own", scopes=(Scope.ADMIN,)))
-    plain, _ = await api_keys.create(KeyTerms(tenant="own"))
+    admin, plain = await bearer("own", scopes=(Scope.ADMIN,)), await bearer("own")
     settings = make_settings(
         redis_server.url, models=str(models_yaml), console=True, worker_price=3.6
     )
     with running_gateway(settings) as url:
         async with client(url, admin) as http, client(url, plain) as other, chromium() as browser:
-            await until_served(http, "pipe")
+            await until_listed(http, {"pipe"})
             page = await (await browser.new_context(base_url=url)).new_page()
             await page.goto("/console#flows")
-            await page.locator("#login-key").fill(admin, timeout=20_000)
+            await page.locator("#login-key").fill(admin["authorization"].split()[1], timeout=20_000)
             await page.locator("#login-key").press("Enter")
             await expect(page.locator("#live")).to_contain_text("live", timeout=20_000)
             job_id = await submitted(http, job("pipe"))
@@ -98,16 +89,8 @@ async def test_a_flow_costs_the_sum_of_its_calls_at_the_console_s_price(
             assert [call["cost"] for call in unseen["members"]] == [None, None]
 
 
-def client(url: str, key: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=20, headers={"authorization": f"Bearer {key}"})
-
-
-async def until_served(http: httpx.AsyncClient, flow: str) -> None:
-    async def is_served() -> bool:
-        listed = (await http.get("/v1/models")).json()["data"]
-        return flow in {model["id"] for model in listed}
-
-    await until(is_served, 20)
+def client(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=20, headers=headers)
 
 
 async def settled_prices(http: httpx.AsyncClient) -> dict[str, float]:

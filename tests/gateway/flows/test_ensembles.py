@@ -4,19 +4,16 @@ from collections.abc import Sequence
 
 import httpx
 import pytest
-import redis.asyncio
 
 from contract.events import ChoiceDelta, Members, Prompt, Tokens, ToolCallDelta
 from contract.functions import Functions
 from contract.jobs import FinishReason, Job, JobStatus
-from contract.keys import Keys
 from tests.fakes import encode_text
 from tests.gateway.fake_worker import Script, says
-from tests.gateway.flows.conftest import Fleet, chat
+from tests.gateway.flows.conftest import Fleet, answer_of, chat
+from tests.gateway.flows.model_files import CHAT
 
 pytestmark = pytest.mark.anyio
-
-CHAT = "/v1/chat/completions"
 
 
 def answers(*texts: str) -> Script:
@@ -66,17 +63,13 @@ async def test_a_vote_counts_tool_calls(flows: httpx.AsyncClient, fleet: Fleet) 
 
 
 async def test_a_refused_member_is_logged_before_the_answer(
-    flows: httpx.AsyncClient,
-    fleet: Fleet,
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    flows: httpx.AsyncClient, fleet: Fleet, functions: Functions
 ) -> None:
     """So that a run that begins again does not ask it, and chooses the same answer."""
     fleet.say("small", says("yes"))
-    await redis_client.delete(keys.of("workers", "third"))
+    await fleet.client.delete(fleet.keys.of("workers", "third"))
     answer = await flows.post(CHAT, json=chat("vote"))
-    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+    assert answer_of(answer) == "yes"
     job_id = answer.headers["x-job-id"]
     _, entries = await functions.read(job_id, "default", max_events=100) or (None, [])
     events = [entry.event for entry in entries]

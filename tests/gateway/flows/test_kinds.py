@@ -1,98 +1,109 @@
 """Each kind of flow over HTTP: which models it calls, what it answers, what it says of them."""
 
 import httpx
+import openai
 import pytest
 
 from tests.gateway.fake_worker import says
-from tests.gateway.flows.conftest import Fleet, chat
+from tests.gateway.flows.conftest import Fleet, answer_of, chat
+from tests.gateway.flows.model_files import CHAT
 
 pytestmark = pytest.mark.anyio
 
+# The flow, its caller's text, its answer and the models that it calls.
+CALLS = [
+    ("router", "easy", "I am small", "small"),
+    ("router", "a hard one", "I am large", "large"),
+    ("router", "x" * 120, "I am large", "large"),
+    ("cascade", "hello", "I am large", "small, large"),
+    ("vote", "hello", "I am large", "small, large, third"),
+    ("pipe", "hello", "I am large", "small, large"),
+    ("nested", "hello", "I am large", "cascade, third"),
+]
 
-async def test_a_route_by_rules_answers_with_the_chosen_model(
-    flows: httpx.AsyncClient, fleet: Fleet
+
+async def test_the_official_client_reads_every_kind_whole_and_as_a_stream(
+    flows: httpx.AsyncClient, client: openai.AsyncOpenAI, fleet: Fleet
 ) -> None:
-    easy = await flows.post("/v1/chat/completions", json=chat("router", "easy"))
-    hard = await flows.post("/v1/chat/completions", json=chat("router", "a hard one"))
-    long = await flows.post("/v1/chat/completions", json=chat("router", "x" * 120))
-    assert [r.json()["choices"][0]["message"]["content"] for r in (easy, hard, long)] == [
-        "I am small",
-        "I am large",
-        "I am large",
-    ]
-    assert [r.headers["x-batchway-models"] for r in (easy, hard, long)] == [
-        "small",
-        "large",
-        "large",
-    ]
-    assert easy.json()["model"] == "router"
+    """As chats and as responses, under the flow's name, with the usage of all calls."""
+    fleet.say("large", says("I am", " lar", "ge"))
+    fleet.say("third", says("I am large"))
+    for model, text, said, models in CALLS:
+        await fleet.beat()
+        whole = await flows.post(CHAT, json=chat(model, text))
+        assert (answer_of(whole), whole.json()["model"]) == (said, model)
+        assert whole.headers["x-batchway-models"] == models
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": text}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == said
+        assert stream.response.headers["x-batchway-models"].split(", ")[-1] in models.split(", ")
+        job = (await flows.get(f"/v1/jobs/{stream.response.headers['x-job-id']}")).json()
+        assert chunks[-1].usage is not None
+        used = sum(call["usage"]["total_tokens"] for call in job["members"])
+        assert chunks[-1].usage.total_tokens == used
+        await check_responses(client, model, text, said, models)
 
 
-async def test_a_cascade_goes_on_where_its_first_member_is_not_sure(
-    flows: httpx.AsyncClient, fleet: Fleet
+async def check_responses(
+    client: openai.AsyncOpenAI, model: str, text: str, said: str, models: str
 ) -> None:
-    answer = await flows.post("/v1/chat/completions", json=chat("cascade"))
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "I am large"
-    assert answer.headers["x-batchway-models"] == "small, large"
+    raw = await client.responses.with_raw_response.create(model=model, input=text)
+    response = raw.parse()
+    assert raw.headers["x-batchway-models"] == models
+    found = response.model, response.status, response.output_text
+    assert found == (model, "completed", said)
+    assert await client.responses.retrieve(response.id) == response
+    async with client.responses.stream(model=model, input=text) as stream:
+        events = [event async for event in stream]
+        streamed = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (streamed.model, streamed.output_text) == (model, said)
+    assert streamed.usage == response.usage
+
+
+async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient) -> None:
+    """The second member is asked as the first is not sure; the usage is that of both."""
+    answer = await flows.post(CHAT, json=chat("cascade"))
     job = (await flows.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
-    assert [(m["model"], m["status"]) for m in job["members"]] == [
-        ("small", "succeeded"),
-        ("large", "succeeded"),
-    ]
-    total = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    for member in job["members"]:
-        total = {name: total[name] + member["usage"][name] for name in total}
+    statuses = [(call["model"], call["status"]) for call in job["members"]]
+    assert statuses == [("small", "succeeded"), ("large", "succeeded")]
     used = answer.json()["usage"]
     assert used.pop("completion_tokens_details") == {"reasoning_tokens": 0}
-    assert job["usage"] == total == used
+    assert job["usage"] == used
+    assert used == {name: sum(call["usage"][name] for call in job["members"]) for name in used}
 
 
 async def test_a_vote_takes_the_most_frequent_answer(
     flows: httpx.AsyncClient, fleet: Fleet
 ) -> None:
+    """However it is cut into tokens."""
     fleet.say("large", says("yes"))
     fleet.say("third", says("y", "es"))
-    answer = await flows.post("/v1/chat/completions", json=chat("vote"))
-    assert answer.json()["choices"][0]["message"]["content"] == "yes"
-    assert answer.headers["x-batchway-models"] == "small, large, third"
+    assert answer_of(await flows.post(CHAT, json=chat("vote"))) == "yes"
 
 
 async def test_a_pipeline_gives_a_step_the_answers_before_it(
     flows: httpx.AsyncClient, fleet: Fleet
 ) -> None:
-    answer = await flows.post("/v1/chat/completions", json=chat("pipe"))
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "I am large"
+    assert answer_of(await flows.post(CHAT, json=chat("pipe"))) == "I am large"
     [asked] = fleet.workers["large"].seen
     assert bytes(asked.prompt_ids).decode() == "user: edit: I am small\nassistant: "
 
 
-async def test_a_flow_is_listed_with_its_kind_and_endpoints(
-    flows: httpx.AsyncClient, fleet: Fleet
-) -> None:
+async def test_a_flow_is_listed_with_its_kind_and_endpoints(flows: httpx.AsyncClient) -> None:
     listed = {model["id"]: model for model in (await flows.get("/v1/models")).json()["data"]}
-    assert listed["small"]["flow"] is None
-    assert [listed[name]["flow"] for name in ("router", "cascade", "vote", "pipe")] == [
-        "route",
-        "cascade",
-        "ensemble",
-        "pipeline",
-    ]
+    kinds = {name: listed[name]["flow"] for name in ("small", "router", "cascade", "vote", "pipe")}
+    assert [*kinds.values()] == [None, "route", "cascade", "ensemble", "pipeline"]
     assert listed["pipe"]["endpoints"] == ["/v1/chat/completions", "/v1/responses"]
 
 
-async def test_a_route_within_a_flow_knows_the_call_s_metadata(
-    flows: httpx.AsyncClient, fleet: Fleet
-) -> None:
-    body = chat("checked", metadata={"tier": "gold"})
-    gold = await flows.post("/v1/chat/completions", json=body)
-    plain = await flows.post("/v1/chat/completions", json=chat("checked"))
-    found = [answer.json()["choices"][0]["message"]["content"] for answer in (gold, plain)]
-    assert found == ["I am large", "I am small"]
-
-
-async def test_a_flow_may_be_a_member_of_another(flows: httpx.AsyncClient, fleet: Fleet) -> None:
-    answer = await flows.post("/v1/chat/completions", json=chat("nested"))
-    assert answer.json()["choices"][0]["message"]["content"] == "I am large"
-    assert answer.headers["x-batchway-models"] == "cascade, third"
+async def test_a_route_within_a_flow_knows_the_call_s_metadata(flows: httpx.AsyncClient) -> None:
+    for tier, said in (("gold", "I am large"), ("none", "I am small")):
+        body = chat("checked", metadata={"tier": tier})
+        assert answer_of(await flows.post(CHAT, json=body)) == said
+    assert answer_of(await flows.post(CHAT, json=chat("checked"))) == "I am small"

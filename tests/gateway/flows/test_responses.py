@@ -1,57 +1,14 @@
 """`/v1/responses` of flows, whose members get a chat."""
 
-from collections.abc import AsyncIterator
-
 import httpx
 import openai
 import pytest
 
 from contract.jobs import JobStatus
 from tests.fleet import until
-from tests.gateway.fake_worker import says
 from tests.gateway.flows.conftest import Fleet
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def client(flows: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{flows.base_url}/v1", api_key="none", max_retries=0
-    ) as found:
-        yield found
-
-
-@pytest.mark.parametrize(
-    ("model", "models"),
-    [
-        ("router", "large"),
-        ("cascade", "small, large"),
-        ("vote", "small, large, third"),
-        ("pipe", "small, large"),
-        ("nested", "cascade, third"),
-    ],
-)
-async def test_the_official_client_reads_every_kind_whole_and_as_a_stream(
-    client: openai.AsyncOpenAI, fleet: Fleet, model: str, models: str
-) -> None:
-    fleet.say("large", says("I am", " lar", "ge"))
-    fleet.say("third", says("I am large"))
-    whole = await client.responses.with_raw_response.create(model=model, input="a hard one")
-    response = whole.parse()
-    assert whole.headers["x-batchway-models"] == models
-    assert (response.model, response.status, response.output_text) == (
-        model,
-        "completed",
-        "I am large",
-    )
-    assert await client.responses.retrieve(response.id) == response
-    async with client.responses.stream(model=model, input="a hard one") as stream:
-        events = [event async for event in stream]
-        streamed = await stream.get_final_response()
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert (streamed.model, streamed.output_text) == (model, "I am large")
-    assert streamed.usage == response.usage
 
 
 async def test_a_chain_goes_from_a_flow_to_a_model(

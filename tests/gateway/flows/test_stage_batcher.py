@@ -65,31 +65,20 @@ def test_a_stage_that_slows_down_changes_its_size() -> None:
     assert stage.best_size < before / 5
 
 
-@pytest.mark.parametrize(
-    ("queues", "num_sent"),
-    [
-        (Queues(num_waiting=0, waited_s=0.0, num_before=0), 0),
-        (Queues(num_waiting=200, waited_s=0.0, num_before=9), 90),
-        (Queues(num_waiting=5, waited_s=0.0, num_before=9), 0),
-        (Queues(num_waiting=5, waited_s=0.0, num_before=0), 5),
-        (Queues(num_waiting=5, waited_s=1.0, num_before=9), 5),
-        (Queues(200, 1.0, 0, num_next=8, next_best_size=4), 0),
-        (Queues(200, 1.0, 0, num_next=7, next_best_size=4), 90),
-        (Queues(200, 1.0, 0, num_under_way=90), 90),
-        (Queues(200, 1.0, 0, num_under_way=91), 0),
-    ],
-    ids=[
-        "nothing",
-        "full",
-        "more may come",
-        "no more comes",
-        "waited",
-        "next full",
-        "next not",
-        "one batch runs",
-        "two run",
-    ],
-)
+SENT = {
+    "nothing": (Queues(num_waiting=0, waited_s=0.0, num_before=0), 0),
+    "full": (Queues(num_waiting=200, waited_s=0.0, num_before=9), 90),
+    "more may come": (Queues(num_waiting=5, waited_s=0.0, num_before=9), 0),
+    "no more comes": (Queues(num_waiting=5, waited_s=0.0, num_before=0), 5),
+    "waited": (Queues(num_waiting=5, waited_s=1.0, num_before=9), 5),
+    "next full": (Queues(200, 1.0, 0, num_next=8, next_best_size=4), 0),
+    "next not": (Queues(200, 1.0, 0, num_next=7, next_best_size=4), 90),
+    "one batch runs": (Queues(200, 1.0, 0, num_under_way=90), 90),
+    "two run": (Queues(200, 1.0, 0, num_under_way=91), 0),
+}
+
+
+@pytest.mark.parametrize(("queues", "num_sent"), SENT.values(), ids=SENT.keys())
 def test_calls_are_sent_when_waiting_gains_nothing(queues: Queues, num_sent: int) -> None:
     """A full batch at once, a part when no more can join, none before a full next stage."""
     assert measured(0.02, 0.001).num_to_send(queues) == num_sent

@@ -17,10 +17,21 @@ from contract.library import ensure_library
 from contract.model_cards import TokenizerFiles
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
-from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import error_of, make_settings, running_gateway, until_listed
 from tests.gateway.fake_worker import FakeWorker, publish_model, says
-from tests.gateway.flows.conftest import Fleet, chat
+from tests.gateway.flows.conftest import Fleet, chat, ended, submitted
+from tests.gateway.flows.model_files import (
+    CHAT,
+    COMPLETIONS,
+    cascade,
+    ensemble,
+    pipeline,
+    route,
+    rule,
+    step,
+    user,
+    write,
+)
 from tests.gateway.vector_worker import (
     CARDS,
     EMBEDDER,
@@ -32,7 +43,6 @@ from tests.gateway.vector_worker import (
 
 pytestmark = pytest.mark.anyio
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # Ids of `high` are those of `low` and so many more; each context in tokens.
 SHIFTS = {"low": 0, "high": 100_000, PLAIN: 0, EMBEDDER: 500}
 CONTEXTS = {"low": 128, "high": 512, PLAIN: 64, EMBEDDER: 64}
@@ -40,27 +50,22 @@ PAIRS = list(itertools.permutations(("low", "high")))
 
 
 def _kinds(first: str, last: str) -> dict[str, Any]:
-    rule = {"when": {"min_prompt_tokens": 50}, "to": [{"model": first}]}
-    draft = {"prompt": "{{ input.messages[-1].content }}"}
-    answer = {"messages": [{"role": "user", "content": "{{ draft.choices[0].text }}"}]}
-    members = [{"model": first, "threshold": 0.999}, {"model": last}]
-    steps = [
-        {"name": "draft", "model": first, "endpoint": COMPLETIONS, "body": draft},
-        {"name": "answer", "model": last, "endpoint": CHAT, "body": answer},
-    ]
+    draft = step("draft", first, COMPLETIONS, prompt="{{ input.messages[-1].content }}")
+
+    def answer(model: str) -> dict[str, Any]:
+        return step("answer", model, CHAT, messages=user("{{ draft.choices[0].text }}"))
+
+    def routed(long: str, short: str) -> dict[str, Any]:
+        return route(short, rules=[rule(long, min_prompt_tokens=50)])
+
     return {
-        "cascade": {"cascade": {"members": members}},
-        "vote": {"ensemble": {"members": [first, last], "combine": "vote"}},
-        "route": {"route": {"rules": [rule], "otherwise": [{"model": last}]}},
-        "pipeline": {"pipeline": {"steps": steps}},
-        "nested": {"ensemble": {"members": [f"cascade-{first}", last, first], "combine": "vote"}},
-        "chosen": {
-            "route": {
-                "rules": [rule | {"to": [{"model": f"vote-{first}"}]}],
-                "otherwise": [{"model": f"cascade-{first}"}],
-            }
-        },
-        "staged": {"pipeline": {"steps": [steps[0], steps[1] | {"model": f"vote-{first}"}]}},
+        "cascade": cascade(first, last, threshold=0.999),
+        "vote": ensemble("vote", first, last),
+        "route": routed(first, last),
+        "pipeline": pipeline(draft, answer(last)),
+        "nested": ensemble("vote", f"cascade-{first}", last, first),
+        "chosen": routed(f"vote-{first}", f"cascade-{first}"),
+        "staged": pipeline(draft, answer(f"vote-{first}")),
     }
 
 
@@ -80,16 +85,15 @@ def _shifted(files: TokenizerFiles, by: int) -> TokenizerFiles:
     return msgspec.structs.replace(files, tokenizer_json=json.dumps(tokenizer))
 
 
-def _flows() -> list[dict[str, Any]]:
+def _flows() -> dict[str, Any]:
     """Each kind with the members in each order; its name ends with the first."""
-    flows = [
-        {"name": f"{kind}-{first}"} | definition
+    flows = {
+        f"{kind}-{first}": definition
         for first, last in PAIRS
         for kind, definition in _kinds(first, last).items()
-    ]
+    }
     for first, last in itertools.permutations((PLAIN, EMBEDDER)):
-        members = {"members": [first, last], "combine": "mean"}
-        flows.append({"name": f"mean-{first}", "ensemble": members})
+        flows[f"mean-{first}"] = ensemble("mean", first, last)
     return flows
 
 
@@ -98,8 +102,7 @@ async def running(
     redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[Fleet, str]]:
     """Workers of the models of this file, and the address of a gateway that serves the flows."""
-    flows, path = _flows(), tmp_path_factory.mktemp("flows") / "models.yaml"
-    path.write_text(json.dumps({"models": flows}))  # YAML without references
+    path = write(tmp_path_factory.mktemp("flows"), **_flows())
     async with connect(redis_server.url, Keys("test")) as client:
         await client.flushall()
         await ensure_library(client)
@@ -107,7 +110,8 @@ async def running(
         for name, by in SHIFTS.items():
             await _publish(fleet, name, by)
         with running_gateway(make_settings(redis_server.url, models=str(path))) as url:
-            await _until_served(url, {str(flow["name"]) for flow in flows})
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                await until_listed(http, {*_flows()})
             yield fleet, url
         await fleet.stop_serving()
 
@@ -128,16 +132,6 @@ async def _publish(fleet: Fleet, name: str, by: int) -> None:
     worker = FakeWorker(functions, name, f"w-{name}", lanes=VECTOR_LANES)
     worker.script = vectors if pooling else says("an answer")
     await fleet.add(worker)
-
-
-async def _until_served(url: str, names: set[str]) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-
-        async def is_served() -> bool:
-            listed = (await client.get("/v1/models")).json()["data"]
-            return names <= {model["id"] for model in listed}
-
-        await until(is_served, 20)
 
 
 @pytest.fixture
@@ -187,11 +181,10 @@ async def test_each_member_tokenises_for_itself(
             answer = await flows.post(path, json=body_of(path, model, text))
             assert answer.status_code == 200, (path, answer.text)
             assert "an answer" in answer.text
-    job = {"endpoint": CHAT, "body": chat(model)}
+    job: dict[str, object] = {"endpoint": CHAT, "body": chat(model)}
     assert (await flows.post("/v1/quote", json=job)).json()["is_admitted"]
-    queued = (await flows.post("/v1/jobs", json=job)).json()
-    while (found := (await flows.get(f"/v1/jobs/{queued['id']}")).json())["status"] != "succeeded":
-        assert found["status"] in ("queued", "running"), found["error"]
+    found = await ended(flows, await submitted(flows, job))
+    assert found["status"] == "succeeded", found["error"]
     asked = seen(fleet, "low", "high")
     assert asked
     check_own_ids(asked)
@@ -224,10 +217,8 @@ async def test_a_prompt_too_long_for_one_member_is_answered_by_the_other(
         assert answer.status_code == 200, answer.text
     assert {job.model for job in seen(fleet, "low", "high")} == {"high"}
     answer = await flows.post(CHAT, json=chat(model, "x" * 600))
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert "maximum context length is 512 tokens" in error["message"]
+    assert error_of(answer) == (400, "messages", "context_length_exceeded")
+    assert "maximum context length is 512 tokens" in answer.text
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -255,7 +246,5 @@ async def test_token_ids_of_the_caller_are_refused_by_name(
     """They would mean something else to each member."""
     body = {"model": f"{kind}-{pair[0]}", "prompt": "a", **fields}
     answer = await flows.post(COMPLETIONS, json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == next(iter(fields))
-    assert "have different tokenizers" in error["message"]
+    assert error_of(answer)[:2] == (400, next(iter(fields)))
+    assert "have different tokenizers" in answer.json()["error"]["message"]

@@ -1,13 +1,20 @@
 """Flows with models that compute vectors: means, classifiers, scorers, rerank before generation."""
 
-import json
-from pathlib import Path
-
 import httpx
 import pytest
 
 from tests.gateway.fake_worker import says
-from tests.gateway.flows.conftest import Fleet, chat
+from tests.gateway.flows.conftest import Fleet, answer_of, chat
+from tests.gateway.flows.model_files import (
+    CHAT,
+    cascade,
+    ensemble,
+    pipeline,
+    route,
+    rule,
+    step,
+    user,
+)
 from tests.gateway.vector_worker import (
     CLASSIFIER,
     CONTEXT_LENGTH,
@@ -21,81 +28,29 @@ from tests.gateway.vector_worker import (
 
 pytestmark = pytest.mark.anyio
 
-CHAT = "/v1/chat/completions"
 FLOWS = {
-    "models": [
-        {"name": "mean", "ensemble": {"members": [PLAIN, EMBEDDER], "combine": "mean"}},
-        {
-            "name": "sorted",
-            "route": {
-                "classifier": CLASSIFIER,
-                "rules": [
-                    {"when": {"pattern": "^large:"}, "to": [{"model": "large"}]},
-                    {"when": {"labels": ["good"]}, "to": [{"model": "large"}]},
-                ],
-                "otherwise": [{"model": "small"}],
-            },
-        },
-        {
-            "name": "best",
-            "ensemble": {
-                "members": ["small", "large"],
-                "combine": "best-by-score",
-                "scorer": RERANKER,
-            },
-        },
-        {
-            "name": "best-of-three",
-            "ensemble": {
-                "members": ["small", "large", "small"],
-                "combine": "best-by-score",
-                "scorer": RERANKER,
-            },
-        },
-        {
-            "name": "judged",
-            "cascade": {
-                "members": [{"model": "small", "threshold": 0.5}, {"model": "large"}],
-                "confidence": {"by": "scorer", "scorer": RERANKER},
-            },
-        },
-        {
-            "name": "retrieval",
-            "pipeline": {
-                "steps": [
-                    {
-                        "name": "rank",
-                        "model": RERANKER,
-                        "endpoint": "/v1/rerank",
-                        "body": {
-                            "query": "{{ input.messages[-1].content }}",
-                            "documents": "{{ input.documents }}",
-                            "top_n": 1,
-                            "return_documents": True,
-                        },
-                    },
-                    {
-                        "name": "answer",
-                        "model": "large",
-                        "endpoint": CHAT,
-                        "body": {
-                            "messages": [
-                                {"role": "user", "content": "{{ rank.results[0].document.text }}"}
-                            ]
-                        },
-                    },
-                ]
-            },
-        },
-    ]
+    "mean": ensemble("mean", PLAIN, EMBEDDER),
+    "sorted": route(
+        "small",
+        classifier=CLASSIFIER,
+        rules=[rule("large", pattern="^large:"), rule("large", labels=["good"])],
+    ),
+    "best": ensemble("best-by-score", "small", "large", scorer=RERANKER),
+    "best-of-three": ensemble("best-by-score", "small", "large", "small", scorer=RERANKER),
+    "judged": cascade("small", "large", confidence={"by": "scorer", "scorer": RERANKER}),
+    "retrieval": pipeline(
+        step(
+            "rank",
+            RERANKER,
+            "/v1/rerank",
+            query="{{ input.messages[-1].content }}",
+            documents="{{ input.documents }}",
+            top_n=1,
+            return_documents=True,
+        ),
+        step("answer", "large", CHAT, messages=user("{{ rank.results[0].document.text }}")),
+    ),
 }
-
-
-@pytest.fixture
-def models_yaml(tmp_path: Path) -> Path:
-    path = tmp_path / "models.yaml"
-    path.write_text(json.dumps(FLOWS))
-    return path
 
 
 @pytest.fixture
@@ -133,14 +88,12 @@ async def test_a_classifier_chooses_where_no_rule_before_it_holds(
         probs = vector_of(prompt, len(LABELS))
         wanted = "large" if LABELS[probs.index(max(probs))] == "good" else "small"
         assert answer.headers["x-batchway-models"] == f"{CLASSIFIER}, {wanted}"
-        assert answer.json()["choices"][0]["message"]["content"] == f"I am {wanted}"
+        assert answer_of(answer) == f"I am {wanted}"
         found.add(wanted)
     assert found == {"small", "large"}
 
 
-async def test_a_text_too_long_for_the_classifier_has_no_label(
-    flows: httpx.AsyncClient, fleet: Fleet
-) -> None:
+async def test_a_text_too_long_for_the_classifier_has_no_label(flows: httpx.AsyncClient) -> None:
     answer = await flows.post(CHAT, json=chat("sorted", "a" * (2 * CONTEXT_LENGTH)))
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-batchway-models"] == f"{CLASSIFIER}, small"
@@ -149,7 +102,6 @@ async def test_a_text_too_long_for_the_classifier_has_no_label(
 async def test_the_scorer_s_favourite_answers(flows: httpx.AsyncClient, fleet: Fleet) -> None:
     for text in ("a", "b", "c"):
         answer = await flows.post(CHAT, json=chat("best", text))
-        assert answer.status_code == 200, answer.text
         scored = fleet.workers[RERANKER].seen[-2:]
         by_answer = {
             model: vector_of(job.prompts[0], 1)[0]
@@ -158,11 +110,11 @@ async def test_the_scorer_s_favourite_answers(flows: httpx.AsyncClient, fleet: F
             if f"I am {model}".encode() in bytes(i for i in job.prompts[0] if i < 256)
         }
         best = max(by_answer, key=lambda model: by_answer[model])
-        assert answer.json()["choices"][0]["message"]["content"] == f"I am {best}"
+        assert answer_of(answer) == f"I am {best}"
 
 
 async def test_a_flow_makes_no_more_calls_to_a_scorer_than_the_stated_limit(
-    flows: httpx.AsyncClient, fleet: Fleet
+    flows: httpx.AsyncClient,
 ) -> None:
     """One for each choice of each member: 3 x 128 are over 256."""
     many = {"model": "best-of-three", "prompt": ["a"] * 16, "n": 8}
@@ -176,7 +128,7 @@ async def test_a_scorer_may_be_a_cascade_s_judge(flows: httpx.AsyncClient, fleet
         answer = await flows.post(CHAT, json=chat("judged", text))
         score = vector_of(fleet.workers[RERANKER].seen[-1].prompts[0], 1)[0]
         wanted = "small" if score >= 0.5 else "large"
-        assert answer.json()["choices"][0]["message"]["content"] == f"I am {wanted}"
+        assert answer_of(answer) == f"I am {wanted}"
         found.add(wanted)
     assert found == {"small", "large"}
 

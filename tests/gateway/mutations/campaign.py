@@ -24,7 +24,7 @@ from tests.campaigns.command_line import silent
 from tests.campaigns.pool import Pool, pool
 from tests.fakes import HashModelOptions
 from tests.fleet import until
-from tests.gateway.conftest import until_known
+from tests.gateway.conftest import until_listed
 from tests.gateway.fake_worker import FakeWorker, publish_model
 from tests.gateway.mutations.drawing import Request, draw, request_of
 from tests.gateway.mutations.judge import FAULTS, Announced, code_of, job_id_of, judge
@@ -212,7 +212,7 @@ async def _publish_models(found: Pool, http: httpx.AsyncClient) -> None:
         await publish_vector_model(caller.client, caller.keys, name)
     await publish_model(caller.client, caller.keys, _IDLE_MODEL, lanes=DEFAULT_LANES)
 
-    await until_known(http, _IDLE_MODEL)
+    await until_listed(http, {_IDLE_MODEL})
 
 
 def _serve_vectors(found: Pool) -> list[asyncio.Task[None]]:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.grammars.compiled import Kind, compile_grammar
 from tests.workers.vllm_engine.driven import PENALTIES, Engine, job, options_of, running
-from workers.ipc.messages import ChoiceEnded, EngineLoad, PromptLogprobs, Request, TokenOut
+from workers.ipc.messages import ChoiceEnded, EngineLoad, PromptLogprobsOut, Request, TokenOut
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -49,7 +49,7 @@ def batch_job(kind: str) -> Request:
 
 def scores(engine: Engine) -> list[list[float]]:
     """Of the job with scores: those of its prompt, each time they came, and of its output."""
-    prompts = [[one.logprob for one in m.logprobs] for m in engine.of(PromptLogprobs)]
+    prompts = [[one.logprob for one in m.logprobs] for m in engine.of(PromptLogprobsOut)]
     outs = [m for m in engine.of(TokenOut) if m.job_id == "scores"]
     return [*prompts, [out.logprob.logprob for out in outs if out.logprob is not None]]
 

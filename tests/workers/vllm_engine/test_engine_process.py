@@ -32,7 +32,7 @@ from workers.ipc.messages import (
     EngineLoad,
     EngineReady,
     JobFailed,
-    PromptLogprobs,
+    PromptLogprobsOut,
     StopChoice,
     StopJob,
     TokenOut,
@@ -148,7 +148,7 @@ async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) ->
         assert out.logprob.token_id == out.token_id == out.logprob.top[0][0]
         assert out.logprob.logprob == out.logprob.top[0][1] <= 0.0
         assert len(out.logprob.top) == 2
-    [prompt] = engine.of(PromptLogprobs)
+    [prompt] = engine.of(PromptLogprobsOut)
     assert [one.token_id for one in prompt.logprobs] == list(PROMPT[1:])
     assert prompt.start == 1
     first_token = next(i for i, m in enumerate(engine.received) if isinstance(m, TokenOut))
@@ -157,7 +157,7 @@ async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) ->
     # The same token has the same score as part of a prompt.
     output = tokens["scored", 0]
     await engine.run(job("again", prompt=(*PROMPT, *output), prompt_logprobs=0, max_tokens=1))
-    [prompt] = engine.of(PromptLogprobs)
+    [prompt] = engine.of(PromptLogprobsOut)
     scores = [one.logprob for one in prompt.logprobs[len(PROMPT) - 1 :]]
     expected = [out.logprob.logprob for out in outs if out.logprob is not None]
     assert scores == pytest.approx(expected, abs=1e-3)

@@ -26,7 +26,7 @@ from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     FromEngine,
-    PromptLogprobs,
+    PromptLogprobsOut,
     Request,
     StopJob,
     TokenOut,
@@ -68,7 +68,7 @@ def by_choice(messages: Iterable[FromEngine]) -> dict[tuple[str, int], list[Any]
 
 def scores(messages: list[FromEngine]) -> list[float]:
     """Of the prompt, then of the output."""
-    prompts = [m.logprobs for m in messages if isinstance(m, PromptLogprobs)]
+    prompts = [m.logprobs for m in messages if isinstance(m, PromptLogprobsOut)]
     outputs = [m.logprob for m in messages if isinstance(m, TokenOut) and m.logprob is not None]
     return [score for each in (*prompts, outputs) for one in each for _, score in one.top]
 

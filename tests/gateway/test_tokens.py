@@ -1,6 +1,11 @@
-"""How texts, pairs and ids are cut, beside what the library `tokenizers` does by its own rules."""
+"""How texts, pairs and chats become token ids, are cut, and become text again, beside what the
+library `tokenizers` does by its own rules, and beside other work."""
 
+import asyncio
 import json
+import os.path
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,10 +15,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over
-from tests.fakes import BOS_ID, hash_tokenizer
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TextStream, tokenised
+from tests.fakes import BOS_ID, encode_text, hash_tokenizer, output_text
 from tests.gateway.vector_worker import vector_files
 
+pytestmark = pytest.mark.anyio
+
+LONG = "what a long text " * 60_000
+# The loop ticks about once in a millisecond; tokenising takes hundreds of them. If the loop stood
+# still, it would tick once before and once after.
+LEAST_TICKS = 20
 TEXTS = st.text(st.sampled_from("ab é漢🌍\n<"), max_size=40)
 SIDES = st.booleans()
 SIZES = st.integers(1, 60)
@@ -61,6 +72,7 @@ def _bert() -> TokenizerFiles:
 
 FILES = {"bytes": vector_files(), "words": _bert(), "bare": hash_tokenizer()}
 OURS = {name: ModelTokenizer(name, files) for name, files in FILES.items()}
+BARE = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
 
 
 def reference(name: str, cut: Cut) -> Tokenizer:
@@ -150,3 +162,63 @@ def test_ids_keep_the_token_with_which_prompts_begin(
         assert found == [BOS_ID, *ids[len(ids) - size + 1 :]]
     else:
         assert found == ids[-size:]
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda tokenizer: list(tokenizer.encode_each([LONG], None)),
+        lambda tokenizer: list(tokenizer.encode_pairs([("a", LONG)])),
+        lambda tokenizer: list(tokenizer.encode_each([LONG], 900_000)),
+        lambda tokenizer: tokenizer.count(LONG),
+    ],
+    ids=["text", "pair", "limited", "count"],
+)
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
+    encode: Callable[[ModelTokenizer], object],
+) -> None:
+    """Other calls of the gateway are answered meanwhile."""
+    has_begun = threading.Event()
+
+    def encoded() -> object:
+        has_begun.set()
+        return encode(OURS["bytes"])
+
+    task = asyncio.create_task(tokenised(encoded, len(LONG)))
+    num_ticks = 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        num_ticks += has_begun.is_set()
+
+    assert await task
+    assert num_ticks >= LEAST_TICKS
+
+
+def test_texts_and_pairs_have_the_ids_that_they_have_alone() -> None:
+    """With special tokens; rendered chats without."""
+    tokenizer = OURS["bytes"]
+    alone = Tokenizer.from_str(FILES["bytes"].tokenizer_json)
+    texts, pairs = ["", "a", "größer 漢字", "<eos> b"], [("a", "größer"), ("b" * 99, "")]
+
+    assert list(tokenizer.encode_each(texts, None)) == [alone.encode(text).ids for text in texts]
+    [chat] = tokenizer.encode_each(["a<eos>"], None, adds_special_tokens=False)
+    assert chat == alone.encode("a<eos>", add_special_tokens=False).ids
+    encodings = [alone.encode(*pair) for pair in pairs]
+    assert list(tokenizer.encode_pairs(pairs)) == [(e.ids, e.type_ids.count(0)) for e in encodings]
+
+
+@pytest.mark.parametrize("prompt", ["Count 3. \N{REPLACEMENT CHARACTER}", "x é🎉", "é", ""])
+@pytest.mark.parametrize("output", ["A", "東🎉x", "\ufffd q"])
+def test_a_prompt_that_ends_anywhere_stays_out_of_the_stream(prompt: str, output: str) -> None:
+    """Cut at every byte; offsets count the characters that came before."""
+    token_ids = encode_text(prompt + output)
+    for cut in range(len(token_ids) + 1):
+        stream = TextStream(BARE, token_ids[:cut], offset=7)
+        pushed = [stream.push(token_id) for token_id in token_ids[cut:]]
+        before, after = output_text(token_ids[:cut]), prompt + output
+        rest = after[len(os.path.commonprefix([before, after])) :]
+        assert "".join(piece for _, piece in pushed) + stream.end() == rest
+        seen = ""
+        for offset, piece in pushed:
+            assert offset == 7 + len(seen)
+            seen += piece
