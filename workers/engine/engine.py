@@ -28,7 +28,7 @@ from workers.engine.masks import StepMasks
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan, StepReport, marks_of, token_out
-from workers.engine.strategy import StrategyBatches, Strategies, Strategy, num_tokens_of
+from workers.engine.strategy import Strategies, Strategy, StrategyBatches, num_tokens_of
 from workers.ipc.messages import TokenOut, VectorOut
 from workers.lanes import DEFAULT_LANES, Lane
 

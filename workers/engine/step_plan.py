@@ -17,8 +17,7 @@ import msgspec
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from workers.engine.cost_model import CostModel, chunk_features
-from workers.engine.interface import Chunk
-from workers.engine.interface import PromptLogprobsOut as PromptScores
+from workers.engine.interface import Chunk, PromptLogprobs
 from workers.engine.sequence import Account, Sequence
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -316,7 +315,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
     vectors: list[VectorOut] = msgspec.field(default_factory=list)
     marks: list[Marked] = msgspec.field(default_factory=list)
 
-    def add_scores(self, sequence: Sequence, found: PromptScores) -> None:
+    def add_scores(self, sequence: Sequence, found: PromptLogprobs) -> None:
         """Adds log probabilities of a part of the sequence's prompt."""
         scores = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
         job_id, epoch, number = sequence.job_id, sequence.epoch, sequence.prompt_number
