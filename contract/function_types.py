@@ -1,6 +1,5 @@
 """Types of the functions' arguments and replies. The calls are in functions.py."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -69,21 +68,6 @@ class Submission(msgspec.Struct, frozen=True):
     is_ephemeral: bool = field(default=False, name="is_passing")  # not read after its delivery
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
     is_counted: bool = False  # `enter` has counted it as a request
-
-    def queue_terms(self) -> dict[str, str | int | float]:
-        """By the names of submit.lua."""
-        terms: dict[str, str | int | float] = msgspec.structs.asdict(self.limits)
-        for name, term in _TERMS:
-            value = getattr(self, name)
-            terms[term] = int(value * 1000) if term.endswith("_ms") else value
-        return terms
-
-
-_TERMS = [
-    (each.name, re.sub("_s$", "_ms", each.encode_name))
-    for each in msgspec.structs.fields(Submission)
-    if each.name not in ("limits", "metadata", "callback")
-]
 
 
 class QueuePosition(msgspec.Struct, frozen=True):

@@ -447,12 +447,19 @@ def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes
     return encode(job), metadata, callback
 
 
+_TERMS = [
+    (each.name, re.sub("_s$", "_ms", each.encode_name))
+    for each in msgspec.structs.fields(Submission)
+    if each.name not in ("limits", "metadata", "callback")
+]
+
+
 def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     """The arguments of submit and quote."""
     parts, to = encoded_parts(job, submission), submission.callback
     terms: dict[str, str | int | float] = {
         **job.queue_terms(),
-        **submission.queue_terms(),
+        **msgspec.structs.asdict(submission.limits),
         "version": WIRE_VERSION,
         "idem_ttl_ms": IDEMPOTENCY_TTL_S * 1000,
         "stored_bytes": stored_bytes(job, submission, parts),
@@ -460,6 +467,9 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "callback_started": to is not None and to.notifies_start,
         "callback_every": 0 if to is None else to.progress_tokens,
     }
+    for name, term in _TERMS:
+        value = getattr(submission, name)
+        terms[term] = int(value * 1000) if term.endswith("_ms") else value
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
     return *names, encoded, encode(terms), metadata, callback
