@@ -96,7 +96,7 @@ def run_plan(options: argparse.Namespace) -> int:
     goal = planning.Goal(
         options.ttft and options.ttft / 1000, options.itl and options.itl / 1000, options.rate
     )
-    work = planning.Workload(options.isl, options.osl)
+    work = planning.RequestLengths(options.isl, options.osl)
     plan = planning.make_plan(server, work, goal, options.at, _say)
     if options.explain:
         return _explain(options, plan)

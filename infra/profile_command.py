@@ -42,7 +42,7 @@ def run_profile(options: argparse.Namespace) -> int:
     opts.choose_gpu(options)
     # Imported by name: the command line itself must not load torch.
     profiling: Any = importlib.import_module("workers.profiling")
-    load = profiling.Load(options.streams, options.prompt_tokens)
+    load = profiling.ProfiledLoad(options.streams, options.prompt_tokens)
     try:
         found = profiling.take_profile(opts.engine_options(options), load, options.trace)
     except (ModelRefused, profiling.CannotProfile) as exc:

@@ -123,7 +123,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         run = simulation.Simulation(
             fleet,
             server.url,
-            outcomes.Outcome(goal),
+            outcomes.SimulationOutcome(goal),
             seed=options.seed,
             retries=options.retries,
         )

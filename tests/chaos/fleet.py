@@ -86,12 +86,12 @@ class Fleet:
     ) -> None:
         for part in self.parts:
             part.end()
+        for part in self.parts:  # before Redis: a late connection would look for its socket
+            await part.link.close()
         self.redis.stop()
         if self.cluster is not None:
             self.cluster.stop()
         self._lifeline.__exit__(None, None, None)
-        for part in self.parts:
-            await part.link.close()
         if self.cluster is not None:
             await self.cluster.close()
         if not self.keeps_logs:

@@ -40,6 +40,7 @@ class Link:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+            self._is_refusing = True
             self.drop_all()
             self._server = None
             await asyncio.gather(*(connection.ended.wait() for connection in self._connections))

@@ -10,8 +10,8 @@ from tests.oracle.mutation import KNOWN, LUA, mutants
 
 @pytest.mark.campaign
 def test_a_sample_of_mutants_is_found() -> None:
-    """One of fifty; `python -m tests.oracle.mutation` takes all."""
-    command = (sys.executable, "-m", "tests.oracle.mutation", "--of", "50")
+    """One of a hundred; `python -m tests.oracle.mutation` takes all."""
+    command = (sys.executable, "-m", "tests.oracle.mutation", "--of", "100")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -66,7 +66,7 @@ def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(loader, name, call)
 
-    for name in ("read_config", "Files", "read_tokenizer", "load_decoder"):
+    for name in ("read_config", "ModelFiles", "read_tokenizer", "load_decoder"):
         spy(name)
 
     load(saved_llama, revision="0123abc")
