@@ -20,13 +20,14 @@ function queue.last_delivered(key)
 end
 
 -- Iterates over at most so many entries of a stream behind an id. Reads the first one by itself, because
--- it mostly fits, then a few at a time.
+-- it mostly fits, then a few, then more at a time.
 local function entries_behind(key, id, most)
   local entries, i = {}, 0
   return function()
     i = i + 1
     if not entries[i] and i <= most then
-      local count = math.min(i == 1 and 1 or MAX_SKIPPED - 1, most - i + 1)
+      local few = i == 1 and 1 or MAX_SKIPPED - 1
+      local count = math.min(i <= MAX_SKIPPED and few or WINDOW, most - i + 1)
       local more = redis.call('XRANGE', key, '(' .. (i == 1 and id or entries[i - 1][1]), '+', 'COUNT', count)
       for _, entry in ipairs(more) do table.insert(entries, entry) end
     end

@@ -253,7 +253,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
     await crowd.functions.release(HOLDER, [Release(h.job.id, h.epoch, "drain") for h in held])
     line = PauseLine(lane=URGENT, tenant=TENANTS[-1])
     await crowd.pauses.pause(line, "operator")
-    for _ in range(3):
+    for _ in range(15):
         yield claim(crowd, rooms=ALL_ROOM)
     await crowd.pauses.resume(line, "operator")
     for held_job in held:
