@@ -406,7 +406,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
     await crowd.client.zunionstore(passing, {passing: 0.0})  # they ended long ago
     used = (await crowd.client.info("memory"))["used_memory"]
     await crowd.client.config_set("maxmemory", int(used * 1.05))
-    for _ in range(3):
+    for _ in range(12):
         await crowd.client.delete(crowd.keys.of("memory"))
         yield refused(crowd.submit(crowd.job(TENANTS[1], LANES[0])))
     await crowd.client.config_set("maxmemory", 8 * 2**30)
