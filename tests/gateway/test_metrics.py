@@ -255,7 +255,7 @@ async def test_a_call_writes_metrics_to_standard_output(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """From the app itself, with nothing of the call but counts: refused while the model has a card
-    and no live worker, then served. A line may follow its answer; a gateway that ended wrote all."""
+    and no live worker, then served. A line may follow its answer, so the gateway ends first."""
 
     def figures() -> dict[str, Any]:
         lines = [line for line in capfd.readouterr().out.splitlines() if "_aws" in line]
