@@ -64,6 +64,7 @@ class HashModel:
 
     eos_token_ids = frozenset({EOS_ID})
     shares_blocks = True
+    num_state_slots = 0
 
     def __init__(self, options: HashModelOptions | None = None) -> None:
         self.options = options or HashModelOptions()

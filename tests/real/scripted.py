@@ -147,6 +147,7 @@ class ScriptedModel:
     num_blocks = _NUM_BLOCKS
     block_size = _BLOCK_SIZE
     shares_blocks = True
+    num_state_slots = 0
 
     def __init__(
         self, folder: Path, vocabulary: Vocabulary, eos_token_ids: frozenset[int], max_len: int

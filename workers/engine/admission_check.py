@@ -250,7 +250,7 @@ class AdmissionCheck:
         found_ids: list[int] = []
         leader = None
         if not candidate.scores_prompt:
-            found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
+            found_ids = self._blocks.find(candidate)
             leader = self._leading_choice(plan, candidate)
             if self._is_being_computed(plan, candidate, leader, len(found_ids)):
                 return AdmissionVerdict.BEING_COMPUTED, None

@@ -3,10 +3,12 @@
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from workers.engine.interface import EngineLimits, Model
+from workers.engine.interface import Chunk, EngineLimits, Model
 from workers.engine.sequence import Sequence
+from workers.engine.states import StateSlots
 
 _KEY_BYTES = 16
 
@@ -30,7 +32,7 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's prefix, never including its last token."""
-        self._extend_keys(sequence, (sequence.num_known - 1) // self._block_size)
+        self.extend_keys(sequence, (sequence.num_known - 1) // self._block_size)
         found: list[int] = []
         for key in sequence.block_keys:
             block_id = self._block_ids.get(key)
@@ -42,7 +44,7 @@ class PrefixCache:
     def put(self, sequence: Sequence) -> None:
         """Adds the sequence's full blocks; equal blocks are stored once."""
         num_full = sequence.num_computed // self._block_size
-        self._extend_keys(sequence, num_full)
+        self.extend_keys(sequence, num_full)
         for index in range(sequence.num_keyed, num_full):
             key, block_id = sequence.block_keys[index], sequence.block_ids[index]
             if key not in self._block_ids and block_id not in self._keys:
@@ -51,9 +53,11 @@ class PrefixCache:
             self._forget_computing(key, sequence)
         sequence.num_keyed = max(sequence.num_keyed, num_full)
 
-    def drop(self, block_id: int) -> None:
-        """Forgets a block that will be overwritten."""
-        del self._block_ids[self._keys.pop(block_id)]
+    def drop(self, block_id: int) -> bytes:
+        """Forgets a block that will be overwritten; returns its key."""
+        key = self._keys.pop(block_id)
+        del self._block_ids[key]
+        return key
 
     def begin(self, sequence: Sequence) -> None:
         """Records that the sequence runs: it will compute its known blocks that are not cached."""
@@ -81,7 +85,8 @@ class PrefixCache:
         if self._computing.get(key) is sequence:
             del self._computing[key]
 
-    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+    def extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        """Computes the keys of its first `num_blocks` blocks, whose tokens are known."""
         keys = sequence.block_keys
         while len(keys) < num_blocks:
             start = len(keys) * self._block_size
@@ -114,13 +119,17 @@ class BlockManager:
         cache: PrefixCache | None = None,
         *,
         can_share: bool = True,
+        states: StateSlots | None = None,
     ) -> None:
+        """`can_share`: whether a block can be copied, and its last tokens taken back; not with
+        states, which cover all tokens up to one position."""
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cache = cache
-        self.can_share = can_share
+        self.can_share = can_share and states is None
+        self.states = states
         self._blank_ids = list(range(num_blocks - 1, -1, -1))
         # Free and cached, in the order they were freed.
         self._kept_ids: OrderedDict[int, None] = OrderedDict()
@@ -197,9 +206,19 @@ class BlockManager:
         """Blocks that releasing it would free."""
         return sum(self._num_holders[block_id] == 1 for block_id in sequence.block_ids)
 
+    def find(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of its prefix that it can start on."""
+        found = [] if self.cache is None else self.cache.find(sequence)
+        return (
+            found if self.states is None else found[: self.states.num_usable(sequence, len(found))]
+        )
+
     def share(self, sequence: Sequence, block_ids: Seq[int]) -> None:
         """Starts a sequence without blocks on full blocks that are already computed."""
         assert not sequence.block_ids
+        if self.states is not None:
+            num_cached = len(self.cache.find(sequence)) if self.cache is not None else 0
+            self.states.start(sequence, len(block_ids), num_cached)
         for block_id in block_ids:
             self._kept_ids.pop(block_id, None)
             self.num_shared += self._num_holders[block_id] > 0
@@ -227,7 +246,18 @@ class BlockManager:
         sequence.num_computed = num_tokens
         return source.block_ids[num_full]
 
+    def plan_saves(self, chunks: Collection[Chunk]) -> None:
+        """Chooses which states a step keeps for the prefixes that it computes."""
+        if self.states is None or self.cache is None:
+            return
+        for chunk in chunks:
+            num_full = (chunk.start + chunk.num_tokens) // self.block_size
+            self.cache.extend_keys(chunk.sequence, num_full)
+        self.states.plan_saves(chunks)
+
     def release(self, sequence: Sequence) -> None:
+        if self.states is not None:
+            self.states.end(sequence)
         if self.cache is not None:
             self.cache.end(sequence)
         for block_id in reversed(sequence.block_ids):
@@ -258,6 +288,8 @@ class BlockManager:
             assert owner.num_computed <= len(owner.block_ids) * self.block_size
             writable_ids = owner.block_ids[owner.num_computed // self.block_size :]
             assert all(held[block_id] == 1 for block_id in writable_ids)
+        if self.states is not None:
+            self.states.audit(owners)
         if self.cache is not None:
             self.cache.audit(owners)
             assert all(map(self.cache.holds, self._kept_ids))
@@ -271,12 +303,17 @@ class BlockManager:
     def _forget_oldest(self) -> int:
         assert self.cache is not None
         block_id, _ = self._kept_ids.popitem(last=False)
-        self.cache.drop(block_id)
+        key = self.cache.drop(block_id)
+        if self.states is not None:
+            self.states.drop(key)
         return block_id
 
 
 def blocks_of(model: Model, limits: EngineLimits, revision: str) -> BlockManager:
     """Returns all blocks of a model, shared as far as model and limits allow."""
+    size, states = model.block_size, None
     caches = limits.prefix_caching and model.shares_blocks
-    cache = PrefixCache(model.block_size, revision) if caches else None
-    return BlockManager(model.num_blocks, model.block_size, cache, can_share=model.shares_blocks)
+    if model.num_state_slots:
+        states = StateSlots(model.num_state_slots, limits.max_num_seqs, size)
+    cache = PrefixCache(size, revision) if caches else None
+    return BlockManager(model.num_blocks, size, cache, can_share=model.shares_blocks, states=states)

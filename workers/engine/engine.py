@@ -7,6 +7,7 @@ has one thread, and only the model blocks.
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from contract.jobs import FinishReason
 from workers.engine.admission_check import RecentLengths
@@ -57,7 +58,7 @@ class Engine(JobEngine):
         self._is_idle = False  # all that runs waits for masks
         scheduler = Scheduler(self._blocks, limits, lanes, self._lengths)
         # A model with a state for each sequence would compute a late row's from its start again.
-        constraints = Constraints(grammars, model.max_model_len, skips_late=model.shares_blocks)
+        constraints = Constraints(grammars, model.max_model_len, skips_late=self._blocks.can_share)
         super().__init__(
             scheduler,
             constraints,
@@ -81,8 +82,12 @@ class Engine(JobEngine):
         self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
         """Applies from the next step on. Running sequences continue even above a smaller limit,
-        open batches stay open until they end, and the prefix cache is kept.
+        open batches stay open until they end, and the prefix cache is kept. With states beside the
+        blocks, no more sequences run than had a slot at the start.
         """
+        if (states := self._blocks.states) is not None:
+            most = min(limits.max_num_seqs, states.num_running)
+            limits = replace(limits, max_num_seqs=most)
         self._limits = limits
         self._scheduler.reconfigure(limits, lanes)
         self._batches.reconfigure(strategies, limits.max_num_seqs)

@@ -186,6 +186,11 @@ class Model(Protocol):
         blocks copied. False for models with a state per sequence, whose blocks are only counted."""
 
     @property
+    def num_state_slots(self) -> int:
+        """Slots for states that belong to a sequence beside its blocks (see `SequenceState`), of
+        running sequences and of prefixes. 0: the KV in the blocks is all that a sequence has."""
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property
@@ -204,8 +209,11 @@ class Model(Protocol):
         `block_ids[start // block_size]`, in all layers. All copies read before anything is written,
         because a copied block may be written to in the same step.
 
+        Before that it copies the state `source` of each sequence that starts from one to its own
+        slot. A chunk from position 0 starts without a state.
+
         Drafted tokens are computed like others. Only engines whose limits say `speculates` draft,
-        and only for models that share blocks.
+        and only for models that share blocks and keep no states beside them.
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 

@@ -142,6 +142,7 @@ class Scheduler:
             self._put_in_order(plan)
         if self._limits.speculates and self.cost.is_ready and self.blocks.can_share:
             add_drafts(plan, self.blocks)
+        self.blocks.plan_saves(plan.chunks.values())
         return plan
 
     def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> tuple[int, float]:

@@ -16,6 +16,7 @@ from workers.ipc.messages import Request
 
 if TYPE_CHECKING:  # who only counts sequences loads no numpy
     from workers.engine.grammar import Matcher
+    from workers.engine.states import SequenceState
 
 _NUM_MATCHED = 3
 _REMEMBERED = 0.9  # of an earlier answer's weight: it is the last ten that count
@@ -93,6 +94,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
     num_keyed: int = 0  # leading blocks known to the prefix cache
+    state: "SequenceState | None" = None  # while it runs on a model with states beside blocks
     num_once_computed: int = 0  # most tokens ever computed; below it, work is recomputation
     num_preemptions: int = 0
     max_output: int = 0  # output tokens that parameters and context allow

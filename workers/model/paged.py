@@ -16,11 +16,13 @@ from workers.model.kv_cache import KVCache, token_bytes
 from workers.model.loaded import Loaded
 from workers.model.matmul_choice import Products
 from workers.model.memory import Card, touch, use_huge_pages
-from workers.model.probe import check_parity, probe_layers, probe_sequence
+from workers.model.probe import check_parity, probe_layers, probe_mixers, probe_sequence
 from workers.model.proof import difference, record, streamline
 from workers.model.quantization import num_weight_bytes
 from workers.model.runner import ModelRunner
 from workers.model.sampler import sample
+from workers.model.sequential import check_states
+from workers.model.states import Mixer, StateCache
 
 _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -44,6 +46,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
 
 log = logging.getLogger(__name__)
 
+_MOST_PROBES = 4  # sequences of a check at load
 # A smaller difference may be noise.
 _NOTABLE_SLOWDOWN = 1.15
 # Smaller weights fit the CPU's caches.
@@ -108,8 +111,10 @@ def _untouched_runner(
     """A runner with the original modules that pages correctly, its back end, and its layers' shapes
     by name. Raises CannotShareBatch."""
     decoder = loaded.decoder
-    shapes = probe_layers(decoder, loaded.config, loaded.device)
-    cache = _build_cache(loaded, shapes)
+    mixers, num_layers = probe_mixers(decoder, loaded.config, loaded.device)
+    states = _build_states(loaded, mixers) if mixers else None
+    shapes = probe_layers(decoder, loaded.config, loaded.device, num_layers if mixers else None)
+    cache = _build_cache(loaded, shapes, states)
     backend = choose_backend(
         loaded.options.attention,
         loaded.dtype,
@@ -128,17 +133,42 @@ def _untouched_runner(
         max_model_len=loaded.max_model_len if loaded.measured else loaded.longest(cache.num_blocks),
         device=loaded.device,
         kernels=backend.kernels,
+        states=states,
     )
     check_parity(decoder, runner, loaded.config, loaded.device)
+    if states is not None:
+        check_states(decoder, runner, loaded.config, loaded.device)
+        progress(
+            f"states of {states.num_slots} sequences and prefixes ({states.num_bytes / 2**20:.0f} "
+            "MiB) lie beside the KV cache"
+        )
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
     return runner, backend, names
 
 
-def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
+def _build_states(loaded: Loaded, mixers: Mapping[nn.Module, Mixer]) -> StateCache:
+    """Builds states for all sequences, and up to twice as many for prefixes in half of the memory
+    that the KV cache shares with them. Raises ModelRefused."""
+    num_places = max(loaded.options.num_places, _MOST_PROBES)
+    slot_bytes = sum(mixer.num_bytes for mixer in mixers.values())
+    num_bytes = loaded.kv_bytes(0, num_places * slot_bytes)
+    if num_bytes < num_places * slot_bytes:
+        raise ModelRefused(
+            f"{num_bytes} bytes do not hold the states of max_num_seqs {num_places} sequences, "
+            f"{slot_bytes} bytes each; fewer sequences may"
+        )
+    num_slots = min(3 * num_places, max(num_places, num_bytes // 2 // slot_bytes))
+    return StateCache(mixers, num_slots, loaded.device)
+
+
+def _build_cache(
+    loaded: Loaded, shapes: Mapping[nn.Module, LayerShape], states: StateCache | None
+) -> KVCache:
     """Builds a cache of the final size, or a small one if a step must be measured first."""
     num_blocks = 4 * _blocks_per_probe(loaded)
     if loaded.measured is None:
-        num_blocks = _num_blocks(loaded, token_bytes(shapes.values(), loaded.dtype))
+        num_bytes = token_bytes(shapes.values(), loaded.dtype)
+        num_blocks = _num_blocks(loaded, num_bytes, fixed_bytes=states.num_bytes if states else 0)
     return KVCache(shapes, num_blocks, loaded.block_size, loaded.dtype, loaded.device)
 
 
@@ -155,9 +185,14 @@ def _fill(runner: ModelRunner, loaded: Loaded, card: Card, progress: Callable[[s
     runner.max_model_len = loaded.longest(num_blocks)
 
 
-def _num_blocks(loaded: Loaded, num_token_bytes: int, step_bytes: int | None = None) -> int:
-    """The blocks that memory holds, at most what all sequences could fill. Raises ModelRefused."""
-    num_bytes = loaded.kv_bytes(num_token_bytes, step_bytes=step_bytes)
+def _num_blocks(
+    loaded: Loaded, num_token_bytes: int, step_bytes: int | None = None, fixed_bytes: int = 0
+) -> int:
+    """The blocks that memory holds beside `fixed_bytes`, at most what all sequences could fill.
+    Raises ModelRefused."""
+    if num_token_bytes == 0:
+        return loaded.most_blocks
+    num_bytes = loaded.kv_bytes(num_token_bytes, fixed_bytes, step_bytes) - fixed_bytes
     block_bytes = num_token_bytes * loaded.block_size
     num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)
     needed = 2 * _blocks_per_probe(loaded)

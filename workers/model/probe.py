@@ -4,6 +4,8 @@ A model that bypasses our attention function would attend across sequences unnot
 a window in a mask would attend too far. Neither may share a batch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers import PretrainedConfig
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
+from workers.engine.states import SequenceState
 from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,
@@ -25,6 +28,7 @@ from workers.model.attention.interface import (
 from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.checkpoint import first_line
 from workers.model.runner import ModelRunner
+from workers.model.states import Mixer, find_mixers
 
 # Keyword arguments that do not change our attention: positions are already in the rotary embedding,
 # the rest is bookkeeping.
@@ -86,18 +90,38 @@ def _check_call(call: AttentionCall, *, is_again: bool) -> None:
 
 
 @torch.inference_mode()
-def probe_layers(
+def probe_mixers(
     decoder: Any, config: PretrainedConfig, device: torch.device
+) -> tuple[dict[nn.Module, Mixer], int]:
+    """See `find_mixers`. Raises CannotShareBatch, also for a model that does not run."""
+    try:
+        with own_attention_of(decoder):
+            return find_mixers(decoder, config, probe_ids(config, _PROBE_LENGTHS[0], device))
+    except CannotShareBatch:
+        raise
+    except Exception as exc:
+        raise CannotShareBatch(
+            f"{type(decoder).__name__} does not run on plain tokens: {first_line(exc)}"
+        ) from exc
+
+
+@torch.inference_mode()
+def probe_layers(
+    decoder: Any, config: PretrainedConfig, device: torch.device, num_layers: int | None = None
 ) -> dict[nn.Module, LayerShape]:
-    """Runs a few tokens to learn each attention layer's shape. Raises CannotShareBatch, or
-    ModelRefused for a model that is not a decoder."""
-    _check_layer_types(type(decoder).__name__, config.get_text_config())
+    """Runs a few tokens to learn each attention layer's shape. `num_layers`: those with KV, if
+    others keep states. Raises CannotShareBatch, or ModelRefused for a model that is not a
+    decoder."""
+    if num_layers == 0:
+        return {}
+    if num_layers is None:
+        _check_layer_types(type(decoder).__name__, config.get_text_config())
     try:
         step = _run_probe(decoder, config, device)
     except StepNotHandedDown:
         relay_step(decoder)
         step = _run_probe(decoder, config, device)
-    _check_layers(step, type(decoder).__name__, config.get_text_config())
+    _check_layers(step, type(decoder).__name__, config.get_text_config(), num_layers)
     return step.shapes
 
 
@@ -126,8 +150,8 @@ def _check_layer_types(name: str, text: Any) -> None:
         )
 
 
-def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
-    num_layers = int(text.num_hidden_layers)
+def _check_layers(step: ProbeStep, name: str, text: Any, num_layers: int | None) -> None:
+    num_layers = num_layers or int(text.num_hidden_layers)
     if not step.shapes:
         raise CannotShareBatch(own_attention(name))
     if len(step.shapes) != num_layers:
@@ -178,12 +202,22 @@ def check_parity(
 
 def _own_logits(decoder: Any, prompts: list[Tensor]) -> Tensor:
     """Logits (num_prompts, vocab_size) of each prompt's last token, by transformers' attention."""
-    decoder.set_attn_implementation("eager")
-    try:
+    with own_attention_of(decoder):
         outputs = [decoder(input_ids=ids, use_cache=False) for ids in prompts]
-    finally:
-        decoder.set_attn_implementation(ATTENTION_NAME)
     return torch.stack([output.logits[0, -1].float() for output in outputs])
+
+
+@contextmanager
+def own_attention_of(decoder: Any) -> Iterator[None]:
+    """Gives the decoder transformers' attention for a while, if it has ours."""
+    has_ours = decoder.config._attn_implementation == ATTENTION_NAME
+    if has_ours:
+        decoder.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if has_ours:
+            decoder.set_attn_implementation(ATTENTION_NAME)
 
 
 def centred(logits: Tensor) -> Tensor:
@@ -201,10 +235,11 @@ def probe_sequences(prompts: list[Tensor], block_size: int) -> list[Sequence]:
     """One sequence per prompt (1, num_tokens), with blocks in reverse order."""
     sequences = []
     next_block = 0
-    for prompt in reversed(prompts):
+    for slot, prompt in enumerate(reversed(prompts)):
         token_ids = prompt[0].tolist()
         num_blocks = -(-len(token_ids) // block_size)
         sequence = probe_sequence(token_ids, len(token_ids))
+        sequence.state = SequenceState(slot)
         sequence.block_ids += reversed(range(next_block, next_block + num_blocks))
         next_block += num_blocks
         sequences.append(sequence)

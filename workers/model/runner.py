@@ -32,6 +32,7 @@ from workers.model.fusion.stack import Stack
 from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.native.kernels import Kernels
 from workers.model.sampler import argmax, rank, ranked_sample, sample
+from workers.model.states import StateCache
 
 PAD_TOKEN_ID = 0  # any id: the result is not used
 
@@ -67,6 +68,7 @@ class ModelRunner:
     max_model_len: int
     device: torch.device
     kernels: Kernels | None = None
+    states: StateCache | None = None
 
     def __post_init__(self) -> None:
         # Otherwise the head computes all rows.
@@ -80,6 +82,10 @@ class ModelRunner:
     @property
     def block_size(self) -> int:
         return self.cache.block_size
+
+    @property
+    def num_state_slots(self) -> int:
+        return 0 if self.states is None else self.states.num_slots
 
     @torch.inference_mode()
     def run(
@@ -111,12 +117,19 @@ class ModelRunner:
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> StepTensors:
         self._copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
-        return build_batch(chunks, self.block_size, self.device, padding, scratch_id)
+        batch = build_batch(chunks, self.block_size, self.device, padding, scratch_id)
+        if self.states is not None:
+            self.states.begin(batch.spans, chunks)
+        return batch
 
     def _compute(self, batch: StepTensors) -> Tensor:
         prepared = self.backend.prepare(batch.spans, self.device)
         step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
-        return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
+        try:
+            return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
+        finally:
+            if self.states is not None:
+                self.states.end()
 
     def _copy_blocks(self, chunks: Seq[Chunk]) -> None:
         """See Model.run."""
@@ -138,7 +151,8 @@ class ModelRunner:
         """
         if self.stack is not None:
             return self.stack.forward(input_ids, position_ids, logits_index, step)
-        arguments: dict[str, Any] = {STEP_KEYWORD: step}
+        # A model without attention takes no step.
+        arguments: dict[str, Any] = {STEP_KEYWORD: step} if self.cache.layers else {}
         if self._takes_index:
             arguments["logits_to_keep"] = logits_index
         output = self._decoder(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,18 @@ from transformers import PretrainedConfig
 from workers.engine.interface import Chunk, ModelRefused, Padding, Row
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
+from workers.model.attention.interface import CannotShareBatch
 from workers.model.checkpoint import first_line
-from workers.model.probe import LOWEST_COSINE, centred, probe_ids, probe_sequence
-from workers.model.runner import answer_chunks, scored_positions
-
-# Argument and output names of the state: since transformers 5.24, before it by family, RWKV's.
-_STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+from workers.model.probe import (
+    LOWEST_COSINE,
+    centred,
+    own_attention_of,
+    probe_ids,
+    probe_sequence,
+    probe_sequences,
+)
+from workers.model.runner import ModelRunner, answer_chunks, scored_positions
+from workers.model.transformers_compat import STATE_NAMES
 
 
 class Continues(StrEnum):
@@ -55,6 +62,7 @@ class SequentialRunner:
     """A Hugging Face decoder that computes each sequence alone. Implements the engine's Model."""
 
     shares_blocks = False
+    num_state_slots = 0
 
     _decoder: nn.Module
     continues: Continues
@@ -138,7 +146,7 @@ class SequentialRunner:
             "logits_to_keep": index,
         }
         if state.cache is not None:
-            arguments |= dict.fromkeys(_STATE_NAMES, state.cache)
+            arguments |= dict.fromkeys(STATE_NAMES, state.cache)
         return {name: value for name, value in arguments.items() if name in self._argument_names}
 
 
@@ -150,7 +158,7 @@ def _stack(rows: list[Tensor | None]) -> Tensor:
 
 def kept_state(output: Any) -> Any:
     """The state returned by a forward with `use_cache`. Raises LookupError without one."""
-    for name in _STATE_NAMES:
+    for name in STATE_NAMES:
         if (state := output.get(name)) is not None:
             return state
     raise LookupError("the forward hands on no state")
@@ -169,9 +177,9 @@ def state_bytes(state: Any) -> int:
     return 0
 
 
-_PROBE_LENGTHS = (19, 13)
-# Chunk ends of the probe: a prompt in three chunks, then single tokens.
-_CHUNK_ENDS = (4, 9, 11)
+# Ends of the two probes' chunks: prompts of 11 tokens in three chunks and in one, then tokens.
+_PROBE_ENDS = ((4, 9, 11, 12, 13, 14, 15, 16), (11, 12, 13))
+_NUM_PROMPT = 11
 # 1 - cosine that rounding explains. Above it, prompts are computed in one piece, as `generate`
 # does: Zamba2 and Nemotron-H continue with less precision than they start.
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -189,9 +197,9 @@ class StateShape:
 def choose_continuation(decoder: Any, config: PretrainedConfig, device: torch.device) -> Continues:
     """The most permissive continuation with correct results. Raises ModelRefused."""
     name = type(decoder).__name__
-    prompts = [probe_ids(config, n, device) for n in _PROBE_LENGTHS]
+    prompts = _probes(config, device)
     try:
-        expected = [decoder(input_ids=ids, use_cache=False).logits[0].float() for ids in prompts]
+        expected = _whole(decoder, prompts)
     except Exception as exc:
         raise ModelRefused(f"{name} does not run on plain tokens: {first_line(exc)}") from exc
     bound, rounding = 1.0 - LOWEST_COSINE[decoder.dtype], _ROUNDING[decoder.dtype]
@@ -219,6 +227,37 @@ def measure_state(decoder: Any, config: PretrainedConfig, device: torch.device) 
     return StateShape(max(0, sizes[0] - short * token_bytes), token_bytes)
 
 
+@torch.inference_mode()
+def check_states(
+    decoder: Any, runner: ModelRunner, config: PretrainedConfig, device: torch.device
+) -> None:
+    """Lets the mixers of a paged runner take chunks if that gives the results of whole prompts,
+    else single tokens. Raises CannotShareBatch if both give others."""
+    assert runner.states is not None
+    prompts = _probes(config, device)
+    with own_attention_of(decoder):
+        expected = _whole(decoder, prompts)
+    for takes_chunks in (True, False):
+        runner.states.takes_chunks = takes_chunks
+        sequences = probe_sequences(prompts, runner.block_size)
+        error = _largest_error(runner, sequences, prompts, expected)
+        if error <= _ROUNDING[decoder.dtype]:
+            return
+    raise CannotShareBatch(
+        f"{type(decoder).__name__} continues from its states with other results (1 - cosine "
+        f"{error:.1g})"
+    )
+
+
+def _probes(config: PretrainedConfig, device: torch.device) -> list[Tensor]:
+    return [probe_ids(config, ends[-1], device) for ends in _PROBE_ENDS]
+
+
+def _whole(decoder: Any, prompts: list[Tensor]) -> list[Tensor]:
+    """Logits (num_tokens, vocab_size) of whole prompts."""
+    return [decoder(input_ids=ids, use_cache=False).logits[0].float() for ids in prompts]
+
+
 def _error(
     decoder: Any,
     continues: Continues,
@@ -226,38 +265,49 @@ def _error(
     expected: list[Tensor],
     device: torch.device,
 ) -> float:
-    """Largest 1 - cosine over samples of two alternating sequences; inf if it raises."""
+    """`_largest_error` of a runner that continues like this."""
     runner = SequentialRunner(
         decoder,
         continues,
         num_blocks=1,
         block_size=1,
         eos_token_ids=frozenset(),
-        max_model_len=max(_PROBE_LENGTHS),
+        max_model_len=max(prompt.shape[1] for prompt in prompts),
         device=device,
     )
     sequences = [probe_sequence([], prompt.shape[1]) for prompt in prompts]
+    return _largest_error(runner, sequences, prompts, expected)
+
+
+def _largest_error(
+    runner: ModelRunner | SequentialRunner,
+    sequences: list[Sequence],
+    prompts: list[Tensor],
+    expected: list[Tensor],
+) -> float:
+    """Largest 1 - cosine over samples of two sequences beside each other; inf if it raises."""
     worst = 0.0
     try:
-        for end in range(max(_PROBE_LENGTHS) + 1):
-            for sequence, prompt, logits in zip(sequences, prompts, expected, strict=True):
-                if end in _CHUNK_ENDS or max(_CHUNK_ENDS) < end <= prompt.shape[1]:
-                    found = _take_chunk(runner, sequence, prompt, end)
-                    worst = max([worst, *(_distance(row, logits[end - 1]) for row in found)])
+        for ends in zip_longest(*_PROBE_ENDS):
+            chunks, wanted = [], []
+            for number, end in enumerate(ends):
+                if end is not None:
+                    chunks.append(_next_chunk(sequences[number], prompts[number], end))
+                    wanted += [expected[number][end - 1]] if chunks[-1].samples else []
+            found = runner.logits(chunks)
+            for chunk in chunks:
+                chunk.sequence.num_computed = chunk.start + chunk.num_tokens
+            worst = max([worst, *map(_distance, found, wanted)])
     except Exception:  # whatever it raises, it cannot continue
         return float("inf")
     return worst
 
 
-def _take_chunk(runner: SequentialRunner, sequence: Sequence, prompt: Tensor, end: int) -> Tensor:
-    """Computes up to `end`, sampling from the prompt's last chunk on -> (0 or 1, vocab_size)."""
-    samples = end >= _CHUNK_ENDS[-1]
-    num_known = end if samples else _CHUNK_ENDS[-1]
-    sequence.token_ids[:] = prompt[0, :num_known].tolist()
+def _next_chunk(sequence: Sequence, prompt: Tensor, end: int) -> Chunk:
+    """The chunk up to `end`, which samples from the prompt's last one on."""
+    sequence.token_ids[:] = prompt[0, : max(end, _NUM_PROMPT)].tolist()
     start = sequence.num_computed
-    logits = runner.logits([Chunk(sequence, start, end - start, samples)])
-    sequence.num_computed = end
-    return logits
+    return Chunk(sequence, start, end - start, samples=end >= _NUM_PROMPT)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -8,15 +8,27 @@
 - `ROPE_INIT_FUNCTIONS` computes frequencies for a length; what is documented does so for the
   longest position of a batch.
 - `EncoderOutput` is what an encoder returns to the classifier behind it.
+- The states of recurrent and convolution layers lie in a `LinearAttentionLayer`, by index since
+  transformers 5.24; its mixers read and change them there. What is documented makes such layers
+  for whole sequences of equal length.
 - The attention of a model is documented as `set_attn_implementation`, which families that keep a
   table of their own refuse, or ignore with a warning.
 
 tests/workers/model/test_transformers_compat.py fails where a name is not there any more.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions as EncoderOutput,
 )
@@ -26,13 +38,56 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 __all__ = [
     "ROPE_INIT_FUNCTIONS",
+    "STATE_NAMES",
     "EncoderOutput",
+    "cache_of",
     "can_change_attention",
     "forget_attention",
     "get_tokenizer_config",
+    "has_kv",
+    "has_state",
     "render_jinja_template",
     "set_own_attention",
+    "states_of",
 ]
+
+# Argument and output names of the state: since transformers 5.24, before it by family, RWKV's.
+STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+_STATE_KINDS = ("conv_states", "recurrent_states")
+
+
+def has_state(layer: Any) -> bool:
+    """Whether a layer of a cache is made for states that are found by index."""
+    made_by = inspect.signature(LinearAttentionCacheLayerMixin.__init__).parameters
+    return "number_of_states" in made_by and isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def has_kv(layer: Any) -> bool:
+    """Whether a layer of a cache, after a forward, holds keys and values."""
+    return isinstance(layer, CacheLayerMixin) and layer.is_initialized
+
+
+def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
+    """The states (batch, …) that a layer of a cache holds, by kind and index."""
+    return {
+        (kind, index): state
+        for kind in _STATE_KINDS
+        for index, state in getattr(layer, kind).items()
+        if state is not None
+    }
+
+
+def cache_of(layer_idx: int, states: Mapping[tuple[str, int], Tensor], *, is_new: bool) -> Cache:
+    """A cache for layer `layer_idx` alone, which changes `states` in place. `is_new`: what they
+    hold is not read."""
+    layer = LinearAttentionLayer(number_of_states=1 + max(index for _, index in states))
+    for (kind, index), state in states.items():
+        getattr(layer, kind)[index] = state
+        getattr(layer, f"is_{kind}_initialized")[index] = True
+        layer.has_previous_state[index] = not is_new
+        if kind == "conv_states":
+            layer.conv_kernel_size[index] = state.shape[-1]
+    return Cache(layers=[None] * layer_idx + [layer])
 
 
 def can_change_attention(model: Any) -> bool:

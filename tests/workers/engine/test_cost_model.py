@@ -109,7 +109,7 @@ class TimedModel:
     """Takes the time given by the true coefficients, on a simulated clock."""
 
     num_blocks, block_size, max_model_len = 4000, 16, 8192
-    shares_blocks, eos_token_ids = True, frozenset[int]()
+    shares_blocks, num_state_slots, eos_token_ids = True, 0, frozenset[int]()
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -31,6 +31,7 @@ class SumModel:
     num_blocks: int = 80
     block_size: int = 4
     shares_blocks: bool = False
+    num_state_slots: int = 0
     max_model_len: int = MAX_MODEL_LEN
     eos_token_ids: frozenset[int] = frozenset()
     steps: list[list[int]] = field(default_factory=list)

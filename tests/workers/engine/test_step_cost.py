@@ -41,6 +41,7 @@ class NoArithmetic:
 
     block_size = _BLOCK_SIZE
     shares_blocks = True
+    num_state_slots = 0
     max_model_len = _MAX_MODEL_LEN
     eos_token_ids: frozenset[int] = frozenset()
 

@@ -49,6 +49,7 @@ class PoolingRunner:
         """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
         self.block_size = 16  # tokens; blocks are only counted
         self.shares_blocks = False
+        self.num_state_slots = 0
         self.eos_token_ids = frozenset[int]()
         self.encoder = encoder
         self._head = head

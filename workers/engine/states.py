@@ -1,0 +1,134 @@
+"""Hands out slots for the states that recurrent and convolution layers keep beside the KV blocks.
+
+A state covers all tokens up to one position, so a prefix can be shared only where its state was
+kept: at the last block end of each chunk of a prompt, where an earlier prompt branched off, and at
+the latest block end of each answer (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid
+LLMs", 2024, keeps states at such places).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.engine.interface import Chunk
+    from workers.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The slot of a running sequence. A chunk that starts behind `source_end` tokens starts from
+    the state in slot `source`; `saves`: at which ends of its next chunk's parts, in tokens, the
+    state is copied to which slot."""
+
+    slot: int
+    source: int | None = None
+    source_end: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
+    branch_end: int = 0  # where KV of its prefix was cached without the state
+    answer_key: bytes = b""  # of the state kept last while it generates
+
+
+class StateSlots:
+    """`num_running` slots for running sequences; the others keep states of prefixes, by key, until
+    the least recently used one has to go."""
+
+    def __init__(self, num_slots: int, num_running: int, block_size: int) -> None:
+        assert 0 < num_running <= num_slots
+        self.num_running = num_running
+        self._block_size = block_size
+        self._free = list(range(num_running - 1, -1, -1))
+        self._blank = list(range(num_slots - 1, num_running - 1, -1))
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._running: dict[int, SequenceState] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """States that are kept for prefixes."""
+        return len(self._kept)
+
+    def num_usable(self, sequence: "Sequence", num_blocks: int) -> int:
+        """How many of its first `num_blocks` blocks, which are cached, end where a state is
+        kept."""
+        keys = sequence.block_keys
+        return next((n for n in range(num_blocks, 0, -1) if keys[n - 1] in self._kept), 0)
+
+    def start(self, sequence: "Sequence", num_blocks: int, num_cached: int) -> None:
+        """Gives it a slot, to start behind its first `num_blocks` blocks; KV of `num_cached` is
+        cached."""
+        self._free.sort(reverse=True)  # low slots first: neighbours are computed without copies
+        state = SequenceState(self._free.pop())
+        if num_blocks:
+            key = sequence.block_keys[num_blocks - 1]
+            self._kept.move_to_end(key)
+            state.source, state.source_end = self._kept[key], num_blocks * self._block_size
+        if num_cached > num_blocks:
+            state.branch_end = num_cached * self._block_size
+        self._running[state.slot] = sequence.state = state
+
+    def end(self, sequence: "Sequence") -> None:
+        """Takes back the slot of a sequence, if it has one."""
+        if sequence.state is not None:
+            del self._running[sequence.state.slot]
+            self._free.append(sequence.state.slot)
+            sequence.state = None
+
+    def plan_saves(self, chunks: "Iterable[Chunk]") -> None:
+        """Chooses what is kept in a step. The keys of the chunks' full blocks must be known."""
+        size = self._block_size
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.start
+            state, end = sequence.state, start + chunk.num_tokens
+            assert state is not None
+            state.saves = ()
+            if start > state.source_end:
+                state.source = None
+            if end - start == 1 and sequence.num_output:
+                if end % size == 0:
+                    self._drop_unless_read(state.answer_key)
+                    state.answer_key = sequence.block_keys[end // size - 1]
+                    state.saves = self._save(state.answer_key, end)
+                continue
+            # Whoever brings the same prompt computes its last token again.
+            last = min(end, sequence.num_known - 1) // size * size
+            for at in sorted({last, state.branch_end}):
+                if start < at <= end:
+                    state.saves += self._save(sequence.block_keys[at // size - 1], at)
+
+    def drop(self, key: bytes) -> None:
+        """Forgets the state of a prefix whose block is overwritten, if one is kept."""
+        if (slot := self._kept.pop(key, None)) is not None:
+            self._blank.append(slot)
+
+    def audit(self, owners: "Iterable[Sequence]") -> None:
+        """Asserts that each slot is free, kept, or held by one of `owners`."""
+        held = [owner.state.slot for owner in owners if owner.state is not None]
+        assert sorted(held) == sorted(self._running)
+        slots = [*held, *self._free, *self._blank, *self._kept.values()]
+        assert sorted(slots) == list(range(len(slots)))
+
+    def _save(self, key: bytes, end: int) -> tuple[tuple[int, int], ...]:
+        """The end and the slot to keep its state in; nothing if it is kept already, or if all slots
+        are about to be read."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return ()
+        if not self._blank and (oldest := self._oldest_unread()) is not None:
+            self.drop(oldest)
+        if not self._blank:
+            return ()
+        slot = self._kept[key] = self._blank.pop()
+        return ((end, slot),)
+
+    def _drop_unless_read(self, key: bytes) -> None:
+        if self._kept.get(key) not in self._sources():
+            self.drop(key)
+
+    def _oldest_unread(self) -> bytes | None:
+        sources = self._sources()
+        return next((key for key, slot in self._kept.items() if slot not in sources), None)
+
+    def _sources(self) -> set[int | None]:
+        """The slots that running sequences have yet to read."""
+        return {state.source for state in self._running.values()}
