@@ -215,6 +215,38 @@ SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
             no_rope_layers=[1, 0],
         ),
     ),
+    "rwkv": ("RwkvConfig", _MAMBA | {"context_length": 512, "attention_hidden_size": 64}),
+    "zamba2": (
+        "Zamba2Config",
+        _common(
+            num_mem_blocks=1,
+            hybrid_layer_ids=[1],
+            layers_block_type=["mamba", "hybrid"],
+            mamba_d_state=16,
+            mamba_ngroups=1,
+            n_mamba_heads=8,
+            mamba_expand=2,
+            chunk_size=16,
+        ),
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        _common(
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            block_size=16,
+        ),
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        _common(lru_width=64, attention_window_size=64, block_types=["recurrent", "attention"]),
+    ),
+}
+
+# Served in one batch with states beside the blocks; before transformers 5.24 sequential.
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", _MAMBA | {"state_size": 8}),
     "falcon_mamba": ("FalconMambaConfig", _MAMBA | {"state_size": 8}),
     "mamba2": (
@@ -222,7 +254,6 @@ SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
         _MAMBA
         | {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     ),
-    "rwkv": ("RwkvConfig", _MAMBA | {"context_length": 512, "attention_hidden_size": 64}),
     "jamba": (
         "JambaConfig",
         _common(
@@ -247,19 +278,6 @@ SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts_per_tok=2,
             shared_intermediate_size=32,
             **_MAMBA_2,
-        ),
-    ),
-    "zamba2": (
-        "Zamba2Config",
-        _common(
-            num_mem_blocks=1,
-            hybrid_layer_ids=[1],
-            layers_block_type=["mamba", "hybrid"],
-            mamba_d_state=16,
-            mamba_ngroups=1,
-            n_mamba_heads=8,
-            mamba_expand=2,
-            chunk_size=16,
         ),
     ),
     "nemotron_h": (
@@ -290,20 +308,6 @@ SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybridConfig",
         _common(layer_types=["linear_attention", "full_attention"]),
     ),
-    "minimax": (
-        "MiniMaxConfig",
-        _common(
-            head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            block_size=16,
-        ),
-    ),
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig",
-        _common(lru_width=64, attention_window_size=64, block_types=["recurrent", "attention"]),
-    ),
 }
 
 # Paged since transformers 5.24, before it sequential.
@@ -313,8 +317,11 @@ PAGED_SINCE_5_24: dict[str, tuple[str, dict[str, Any]]] = {
 }
 is_5_24 = Version(version("transformers")) >= Version("5.24")
 (PAGED if is_5_24 else SEQUENTIAL).update(PAGED_SINCE_5_24)
+if not is_5_24:
+    SEQUENTIAL |= STATEFUL
+    STATEFUL = {}
 
-FAMILIES = PAGED | SEQUENTIAL
+FAMILIES = PAGED | STATEFUL | SEQUENTIAL
 # Of the paged ones, one of each kind of positions, attention and experts.
 OF_EACH_KIND = [
     *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),

@@ -204,7 +204,7 @@ class _SlottedMixer:
     def __init__(self, cache: StateCache, module: nn.Module, mixer: Mixer) -> None:
         self._cache, self._mixer = cache, mixer
         self._forward = module.forward
-        module.forward = self.forward  # type: ignore[method-assign]
+        module.forward = self.forward
         # Uninitialised: a sequence that starts without a state writes its slot before it reads it.
         self.storages = {
             key: state.new_empty(cache.num_slots, *state.shape[1:])

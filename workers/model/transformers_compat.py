@@ -87,7 +87,8 @@ def cache_of(layer_idx: int, states: Mapping[tuple[str, int], Tensor], *, is_new
         layer.has_previous_state[index] = not is_new
         if kind == "conv_states":
             layer.conv_kernel_size[index] = state.shape[-1]
-    return Cache(layers=[None] * layer_idx + [layer])
+    layers: list[Any] = [None] * layer_idx
+    return Cache(layers=[*layers, layer])
 
 
 def can_change_attention(model: Any) -> bool:

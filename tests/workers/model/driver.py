@@ -9,6 +9,7 @@ import torch
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, Model, RowFailed, Sample
 from workers.engine.sequence import Sequence
+from workers.engine.states import SequenceState
 
 
 def make_sequence(
@@ -35,10 +36,11 @@ def make_sequence(
 
 
 def allot_blocks(sequences: Seq[Sequence], model: Model, seed: int = 0) -> None:
-    """Gives each sequence all the blocks it will need, in random order."""
+    """Gives each sequence all the blocks it will need, in random order, and a slot for a state."""
     free = list(range(model.num_blocks))
     random.Random(seed).shuffle(free)
-    for sequence in sequences:
+    for slot, sequence in enumerate(sequences):
+        sequence.state = SequenceState(slot)
         longest = sequence.num_prompt + sequence.params.max_tokens
         for _ in range(-(-longest // model.block_size)):
             sequence.block_ids.append(free.pop())

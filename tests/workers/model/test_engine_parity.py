@@ -11,7 +11,7 @@ import pytest
 
 from contract.jobs import SamplingParams
 from tests.marks import LONG
-from tests.tiny_families import OF_EACH_KIND, PAGED, VOCAB_SIZE
+from tests.tiny_families import OF_EACH_KIND, PAGED, STATEFUL, VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_prompts
 from tests.workers.model.parity import Expected, expected_of, num_near_ties
@@ -20,7 +20,7 @@ from workers.engine.interface import EngineLimits, Model
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
 
-SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
+SEQUENTIAL = ["falcon_alibi", "zamba2", "recurrent_gemma"]
 # A token budget and whether prefixes are cached. A budget of one token takes longest.
 BUDGETS = [(7, True), (64, True), (1000, False)]
 
@@ -114,6 +114,8 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
             for family in OF_EACH_KIND[:2]
         ),
         *((family, num, True) for family in SEQUENTIAL for num in (7, 1000)),
+        *((family, num, True) for family in STATEFUL for num in (7, 64)),
+        *(pytest.param(family, 1000, False, marks=pytest.mark.campaign) for family in STATEFUL),
     ],
 )
 @pytest.mark.each_value
@@ -128,7 +130,7 @@ def test_the_engine_yields_the_tokens_of_generate(
     check_twice(loaded.model, expected_of(family, folder), run)
 
     assert run.num_preemptions > 0
-    assert (run.num_prefix_hits > 0) == (prefix_caching and family in PAGED)
+    assert (run.num_prefix_hits > 0) == (prefix_caching and family in PAGED | STATEFUL)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,7 @@ def test_the_engine_yields_the_tokens_of_generate(
     [
         *(pytest.param(f, marks=() if f in OF_EACH_KIND else LONG) for f in PAGED),
         *SEQUENTIAL,
+        "qwen3_5",
     ],
 )
 def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
@@ -166,7 +169,7 @@ def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
         assert run.num_drafted == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "mamba", "falcon_h1", "qwen3_5"])
 def test_a_seed_draws_the_same_tokens_alone_in_a_batch_and_after_preemption(
     family: str, load_family: LoadFamily
 ) -> None:

@@ -22,9 +22,9 @@ from workers.model.sequential import (
 )
 
 # States that continue anywhere, at single tokens only, and never.
-KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]
+KINDS = ["bloom", "minimax", "recurrent_gemma"]
 # The error of continuing these is less than the rounding of half precision.
-IMPRECISE = {"zamba2", "nemotron_h"}
+IMPRECISE = {"zamba2"}
 CPU = torch.device("cpu")
 
 
@@ -82,7 +82,7 @@ def test_states_end_with_their_sequences(load_family: LoadFamily) -> None:
 
 def test_chunks_that_cannot_be_continued_are_put_off(load_family: LoadFamily) -> None:
     """Nothing is computed for them; the chunk that samples computes all."""
-    model = sequential(load_family("mamba")[0])
+    model = sequential(load_family("minimax")[0])
     [prompt] = make_prompts([20], VOCAB_SIZE)
     sequence, whole = make_sequence(prompt), make_sequence(prompt)
 

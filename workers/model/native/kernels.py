@@ -163,6 +163,7 @@ class Kernels:
         """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
         x = x.contiguous()
         self._check(x, weight)
+        assert weight.shape == x.shape[-1:]  # FalconMamba has norms that ignore their weights
         out = torch.empty_like(x)
         dim = x.shape[-1]
         self._rms_norm(
@@ -261,6 +262,7 @@ class Kernels:
             x = x.contiguous()
         num_tokens, num_in = x.shape
         assert num_in == panels.weights.shape[1]
+        assert weight is None or weight.shape == (num_in,)
         assert panels.weights.dtype == (self.dtype if panels.scales is None else torch.int8)
         assert to is None or (to.shape == (num_tokens, num_out) and to.is_contiguous())
         out = x.new_empty(num_tokens, num_out)
