@@ -55,6 +55,7 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     crash_id: int | None = None  # a sequence with this token crashes the step
     hang_id: int | None = None  # a step with a sequence with this token never ends
     bad_row_id: int | None = None  # a prompt with this token fails alone
+    num_state_slots: int = 0  # a state is the hash of all tokens up to its position
 
 
 class HashModel:
@@ -64,10 +65,11 @@ class HashModel:
 
     eos_token_ids = frozenset({EOS_ID})
     shares_blocks = True
-    num_state_slots = 0
 
     def __init__(self, options: HashModelOptions | None = None) -> None:
         self.options = options or HashModelOptions()
+        self.num_state_slots = self.options.num_state_slots
+        self._states: dict[int, int] = {}  # by slot
         self.num_blocks = self.options.num_blocks
         self.block_size = self.options.block_size
         self.max_model_len = self.options.max_model_len
@@ -92,6 +94,8 @@ class HashModel:
         self.num_padding_tokens += num_padding
         self.max_step_tokens = max(self.max_step_tokens, num_tokens + num_padding)
         self._copy([chunk for chunk in chunks if chunk.copy_from is not None])
+        if self.num_state_slots:
+            self._start_states(chunks)
         # All are written before any is read, as on a device: an alias overwrites its owner.
         for chunk in chunks:
             self._write(chunk)
@@ -146,6 +150,27 @@ class HashModel:
         written_ids = self._slot_ids(sequence, start, end)
         self._slots[written_ids] = chunk.token_ids
         self._prefixes[written_ids] = hashes[start:end]
+        if self.num_state_slots:
+            self._advance_state(chunk, hashes)
+
+    def _start_states(self, chunks: Seq[Chunk]) -> None:
+        """Reads all states that sequences start from before it writes any."""
+        begun = []
+        for state, start in [(chunk.sequence.state, chunk.start) for chunk in chunks]:
+            assert state is not None
+            if state.source is not None and start == state.source_end:
+                begun.append((state.slot, self._states[state.source]))
+        self._states |= dict(begun)
+
+    def _advance_state(self, chunk: Chunk, hashes: np.ndarray) -> None:
+        state, start, end = chunk.sequence.state, chunk.start, chunk.start + chunk.num_tokens
+        assert state is not None
+        assert not chunk.drafts
+        assert start == 0 or self._states[state.slot] == hashes[start - 1], "of the tokens before"
+        for at, slot in state.saves:
+            assert start < at <= end
+            self._states[slot] = hashes[at - 1]
+        self._states[state.slot] = hashes[end - 1]
 
     def _prefix_hashes(self, sequence: Sequence) -> list[int]:
         """For each position of a sequence: a hash of all tokens up to it."""

@@ -60,6 +60,11 @@ class Sizes:
     max_preemptions: int = 3
     prefix_caching: bool = True
     speculates: bool = False
+    num_kept_states: int | None = None  # beside those of running sequences; None: no states
+
+    @property
+    def num_state_slots(self) -> int:
+        return 0 if self.num_kept_states is None else self.max_num_seqs + self.num_kept_states
 
     @property
     def num_kv_tokens(self) -> int:
@@ -106,6 +111,7 @@ class Harness:
                 eos_rate=EOS_RATE,
                 bad_row_id=self.model_options.bad_row_id,
                 crash_id=self.model_options.crash_id,
+                num_state_slots=self.sizes.num_state_slots,
             )
         )
         self.now_s = 0.0
@@ -232,6 +238,7 @@ def all_sizes() -> st.SearchStrategy[Sizes]:
         max_preemptions=st.sampled_from((0, 3)),
         prefix_caching=st.booleans(),
         speculates=st.booleans(),
+        num_kept_states=st.sampled_from((None, None, 0, 1, 8)),
     )
 
 

@@ -169,7 +169,9 @@ def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
         assert run.num_drafted == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "mamba", "falcon_h1", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_oss", "bloom", "mamba", "falcon_h1", "qwen3_5"]
+)
 def test_a_seed_draws_the_same_tokens_alone_in_a_batch_and_after_preemption(
     family: str, load_family: LoadFamily
 ) -> None:
