@@ -43,11 +43,6 @@ class StateSlots:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._running: dict[int, SequenceState] = {}
 
-    @property
-    def num_kept(self) -> int:
-        """States that are kept for prefixes."""
-        return len(self._kept)
-
     def num_usable(self, sequence: "Sequence", num_blocks: int) -> int:
         """How many of its first `num_blocks` blocks, which are cached, end where a state is
         kept."""
@@ -86,7 +81,7 @@ class StateSlots:
                 state.source = None
             if end - start == 1 and sequence.num_output:
                 if end % size == 0:
-                    self._drop_unless_read(state.answer_key)
+                    self._drop_one_of([state.answer_key])
                     state.answer_key = sequence.block_keys[end // size - 1]
                     state.saves = self._save(state.answer_key, end)
                 continue
@@ -114,21 +109,16 @@ class StateSlots:
         if key in self._kept:
             self._kept.move_to_end(key)
             return ()
-        if not self._blank and (oldest := self._oldest_unread()) is not None:
-            self.drop(oldest)
+        if not self._blank:
+            self._drop_one_of(list(self._kept))
         if not self._blank:
             return ()
         slot = self._kept[key] = self._blank.pop()
         return ((end, slot),)
 
-    def _drop_unless_read(self, key: bytes) -> None:
-        if self._kept.get(key) not in self._sources():
+    def _drop_one_of(self, keys: "Iterable[bytes]") -> None:
+        """Drops the first that is kept and that no running sequence has yet to read."""
+        sources = {state.source for state in self._running.values()}
+        free = (key for key in keys if self._kept.get(key) not in {None, *sources})
+        if (key := next(free, None)) is not None:
             self.drop(key)
-
-    def _oldest_unread(self) -> bytes | None:
-        sources = self._sources()
-        return next((key for key, slot in self._kept.items() if slot not in sources), None)
-
-    def _sources(self) -> set[int | None]:
-        """The slots that running sequences have yet to read."""
-        return {state.source for state in self._running.values()}

@@ -44,8 +44,11 @@ def find_mixers(
     """The modules that keep a state of another kind than KV, and the number of layers with KV; no
     modules if there are none, or if this release of transformers keeps their states elsewhere. The
     decoder has transformers' own attention. Raises CannotShareBatch."""
-    cache = _NotingCache(config=config.get_text_config())
     name = _cache_name(decoder)
+    try:
+        cache = _NotingCache(config.get_text_config())
+    except Exception:  # a family with a cache of its own
+        return {}, 0
     if name is None or not any(map(has_state, cache.layers)):
         return {}, 0
     with _noting_modules(decoder, cache):
@@ -73,16 +76,16 @@ class _NotingCache(DynamicCache):
         self.users: dict[nn.Module, int] = {}
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, *args: Any, **more: Any
-    ) -> Any:
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any
+    ) -> Tensor:
         self.users[self.running[-1]] = layer_idx
-        return super().update_conv_state(conv_states, layer_idx, *args, **more)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **more)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **more: Any
-    ) -> Any:
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any
+    ) -> Tensor:
         self.users[self.running[-1]] = layer_idx
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **more)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)
 
 
 @contextmanager
@@ -219,11 +222,11 @@ class _SlottedMixer:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         output = torch.empty_like(hidden)
         for batch in self._cache.batches:
-            part = hidden[0, batch.rows].view(batch.num_parts, batch.num_tokens, -1)
+            part = hidden[0, batch.rows].reshape(batch.num_parts, batch.num_tokens, -1)
             states = {key: self._shown(storage, batch) for key, storage in self.storages.items()}
             cache = cache_of(self._mixer.layer_idx, states, is_new=batch.is_new)
             found = self._forward(part, **{self._mixer.cache_name: cache})
-            output[0, batch.rows] = found.view(-1, found.shape[-1])
+            output[0, batch.rows] = found.reshape(-1, found.shape[-1])
             if isinstance(batch.slots, Tensor):
                 for key, storage in self.storages.items():
                     storage.index_copy_(0, batch.slots, states[key])
