@@ -53,11 +53,9 @@ class PrefixCache:
             self._forget_computing(key, sequence)
         sequence.num_keyed = max(sequence.num_keyed, num_full)
 
-    def drop(self, block_id: int) -> bytes:
-        """Forgets a block that will be overwritten; returns its key."""
-        key = self._keys.pop(block_id)
-        del self._block_ids[key]
-        return key
+    def drop(self, block_id: int) -> None:
+        """Forgets a block that will be overwritten."""
+        del self._block_ids[self._keys.pop(block_id)]
 
     def begin(self, sequence: Sequence) -> None:
         """Records that the sequence runs: it will compute its known blocks that are not cached."""
@@ -303,9 +301,7 @@ class BlockManager:
     def _forget_oldest(self) -> int:
         assert self.cache is not None
         block_id, _ = self._kept_ids.popitem(last=False)
-        key = self.cache.drop(block_id)
-        if self.states is not None:
-            self.states.drop(key)
+        self.cache.drop(block_id)
         return block_id
 
 

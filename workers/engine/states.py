@@ -31,8 +31,8 @@ class SequenceState:
 
 
 class StateSlots:
-    """`num_running` slots for running sequences; the others keep states of prefixes, by key, until
-    the least recently used one has to go."""
+    """`num_running` slots for running sequences; the others keep states of prefixes, by the key of
+    their last block, until the least recently used one has to go. The block itself may go first."""
 
     def __init__(self, num_slots: int, num_running: int, block_size: int) -> None:
         assert 0 < num_running <= num_slots
@@ -91,11 +91,6 @@ class StateSlots:
                 if start < at <= end:
                     state.saves += self._save(sequence.block_keys[at // size - 1], at)
 
-    def drop(self, key: bytes) -> None:
-        """Forgets the state of a prefix whose block is overwritten, if one is kept."""
-        if (slot := self._kept.pop(key, None)) is not None:
-            self._blank.append(slot)
-
     def audit(self, owners: "Iterable[Sequence]") -> None:
         """Asserts that each slot is free, kept, or held by one of `owners`."""
         held = [owner.state.slot for owner in owners if owner.state is not None]
@@ -121,4 +116,4 @@ class StateSlots:
         sources = {state.source for state in self._running.values()}
         free = (key for key in keys if self._kept.get(key) not in {None, *sources})
         if (key := next(free, None)) is not None:
-            self.drop(key)
+            self._blank.append(self._kept.pop(key))

@@ -6,7 +6,11 @@ property tests and the state machine of this folder run with states too.
 
 import pytest
 
+from contract.jobs import SamplingParams
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
+from workers.engine.interface import Chunk
+from workers.engine.sequence import Sequence
+from workers.engine.states import StateSlots
 from workers.engine.strategy import ContinuousBatching, Strategies
 from workers.lanes import DEFAULT_LANES
 
@@ -59,6 +63,37 @@ def test_the_least_recently_used_state_goes_first(num_kept: int, expected: int) 
     hits(harness, "other", tuple(range(40, 59)))
 
     assert hits(harness, "again", PROMPT) == expected
+
+
+def test_a_state_stays_until_who_starts_from_it_has_read_it() -> None:
+    """Also if a sequence that was admitted gets no tokens in that step: others keep none then."""
+    states = StateSlots(num_slots=3, num_running=2, block_size=4)
+    first, second, other = (_sequence(name) for name in ("same", "same", "other"))
+    states.start(first, 0, 0)
+    states.plan_saves([Chunk(first, 0, 9, samples=True)])
+    assert first.state is not None
+    [(end, kept)] = first.state.saves
+    states.end(first)
+    states.start(second, 2, 2)
+    states.start(other, 0, 0)
+    assert second.state is not None
+    assert other.state is not None
+
+    states.plan_saves([Chunk(other, 0, 9, samples=True)])
+    assert (second.state.source, second.state.source_end) == (kept, end) == (2, 8)
+    assert other.state.saves == ()
+    states.plan_saves([Chunk(second, 8, 1, samples=True)])
+    states.plan_saves([Chunk(second, 9, 1, samples=True)])
+    states.plan_saves([Chunk(other, 0, 9, samples=True)])
+    assert other.state.saves == ((8, kept),)
+    states.audit([second, other])
+
+
+def _sequence(name: str) -> Sequence:
+    """Nine tokens, with keys for its two full blocks."""
+    params = SamplingParams(max_tokens=4, seed=0)
+    keys = [f"{name} {number}".encode() for number in range(2)]
+    return Sequence(name, 1, 0, "t", "lane", list(range(9)), 9, params, block_keys=keys)
 
 
 def test_a_preempted_sequence_goes_on_from_its_latest_state() -> None:
