@@ -130,15 +130,12 @@ def shape_of(runner: ModelRunner) -> DecoderShape:
     layers = list(runner.cache.layers.values())
     itemsize = layers[0].keys.dtype.itemsize
     elements = sum(layer.keys[0, 0].numel() + layer.values[0, 0].numel() for layer in layers)
-    config = decoder.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
     return DecoderShape(
         body_bytes + head_bytes,
         num_body,
         num_head,
         elements * itemsize,
-        config.num_attention_heads * head_dim * len(layers),
+        sum(layer.shape.num_heads * layer.shape.k_dim for layer in layers),
     )
 
 

@@ -1,13 +1,15 @@
-"""The KV cache's tensors: one K and one V tensor per attention layer, divided into blocks.
+"""The KV cache's tensors: one K and one V tensor per attention layer, or per group of layers that
+share them, divided into blocks.
 
 Tensors of one shape lie in one storage, so that blocks are copied in all layers at once. The engine
 decides which sequence owns a block.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ class KVCache:
 
     def _allot(self, shapes: Mapping[nn.Module, LayerShape], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        sizes = Counter(size for shape in shapes.values() for size in shape.kv_sizes)
+        sizes = Counter(size for shape in _kept(shapes.values()) for size in shape.kv_sizes)
         # (parts, num_blocks + 1, block_size, kv_heads, dim), by (kv_heads, dim). Uninitialised: the
         # system provides pages on the first write.
         self.storages = {
@@ -83,9 +85,13 @@ class KVCache:
             # Padding reads the scratch block before writing it; it must contain numbers.
             storage[:, num_blocks:].zero_()
         parts = {size: iter(storage) for size, storage in self.storages.items()}
+        kept: dict[Any, tuple[Tensor, Tensor]] = {}
         for module, shape in shapes.items():
-            keys, values = (next(parts[size]) for size in shape.kv_sizes)
-            self.layers[module] = LayerCache(shape, keys, values)
+            group = module if shape.kv_group is None else shape.kv_group
+            if group not in kept:
+                keys, values = (next(parts[size]) for size in shape.kv_sizes)
+                kept[group] = keys, values
+            self.layers[module] = LayerCache(shape, *kept[group])
 
     @property
     def scratch_block_id(self) -> int:
@@ -107,7 +113,16 @@ class KVCache:
 
 
 def token_bytes(shapes: Iterable[LayerShape], dtype: torch.dtype) -> int:
-    return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
+    return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in _kept(shapes)) * dtype.itemsize
+
+
+def _kept(shapes: Iterable[LayerShape]) -> Iterator[LayerShape]:
+    """One layer of each group, and those without a group."""
+    groups: set[int | None] = {None}
+    for shape in shapes:
+        if shape.kv_group is None or shape.kv_group not in groups:
+            yield shape
+        groups.add(shape.kv_group)
 
 
 class PagedStep:

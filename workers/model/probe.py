@@ -4,6 +4,7 @@ A model that bypasses our attention function would attend across sequences unnot
 a window in a mask would attend too far. Neither may share a batch.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from workers.model.attention.interface import (
     StepNotHandedDown,
 )
 from workers.model.attention.reference import attend_dense, causal_mask
-from workers.model.checkpoint import first_line
+from workers.model.checkpoint import first_line, layer_configs
 from workers.model.runner import ModelRunner
 
 # Keyword arguments that do not change our attention: positions are already in the rotary embedding,
@@ -31,6 +32,7 @@ from workers.model.runner import ModelRunner
 _HARMLESS = {
     "cache_position",
     "is_causal",
+    "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -50,15 +52,24 @@ class ProbeStep:
 
     def __init__(self) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
+        self._kept: list[tuple[Tensor, Tensor]] = []  # keys and values of each group of layers
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See AttentionStep.attend. Raises CannotShareBatch for unsupported calls."""
         _check_call(call, is_again=call.module in self.shapes)
-        self.shapes[call.module] = call.shape
+        self.shapes[call.module] = replace(call.shape, kv_group=self._group(call))
         num_tokens = len(call.key)
         seen = causal_mask(0, num_tokens, 0, num_tokens, call.flags.window, call.query.device)
         query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
         return attend_dense(query, key, value, seen, call.flags)[0].transpose(0, 1)
+
+    def _group(self, call: AttentionCall) -> int:
+        """The group of a layer: that of an earlier one which attends to the same tensors."""
+        for group, (key, value) in enumerate(self._kept):
+            if call.key.data_ptr() == key.data_ptr() and call.value.data_ptr() == value.data_ptr():
+                return group
+        self._kept.append((call.key, call.value))
+        return len(self._kept) - 1
 
 
 def own_attention(name: str) -> str:
@@ -136,7 +147,9 @@ def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
             "transformers' attention interface"
         )
     layer_types = getattr(text, "layer_types", None)
-    num_windows = num_layers if getattr(text, "sliding_window", None) else 0
+    layers = layer_configs(text)
+    num_windows = sum(bool(getattr(layer, "sliding_window", None)) for layer in layers)
+    num_windows *= num_layers // len(layers)
     if layer_types:
         num_windows = sum(kind == "sliding_attention" for kind in layer_types)
     num_told = sum(shape.flags.window is not None for shape in step.shapes.values())
