@@ -1,11 +1,13 @@
-"""How every causal model of the installed transformers is served: python -m bench.families [--write]
+"""How every causal model of transformers is served: python -m bench.families [TYPE…] [--write]
 
-Makes a tiny random model of each, loads it as a worker does and compares greedy tokens with those of
-transformers' `generate`. `--write` puts the table into docs/models.md.
+Makes a tiny random model of each in the registry of the installed transformers, loads it as a
+worker does and compares greedy tokens with those of `generate`. `--write` puts the table into
+docs/models.md.
 """
 
 import argparse
 import contextlib
+import gc
 import multiprocessing
 import re
 import sys
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("model_types", nargs="*", help="all, if none is named")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     options = parser.parse_args()
+    gc.freeze()  # each load collects garbage, and to search all that is imported takes longer
     families = []
     with ThreadPoolExecutor(2) as pool:
         for family in pool.map(try_apart, options.model_types or model_types()):

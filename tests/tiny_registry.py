@@ -54,7 +54,9 @@ _SHARED_KV: dict[str, Any] = {
     "num_kv_shared_layers": 2,
 }
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
     # Beyond this it chooses keys by all tokens, also later ones.
     "doge": {"keep_window_size": 512},
     "dots3_note_text": {
@@ -108,8 +110,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]
-        + ["linear_attention"],
+        "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
         "use_mamba_kernels": False,
@@ -193,9 +194,7 @@ def _few_layers(
     few: dict[str, Any] = {
         key: [_small(key, each[i]) for i in chosen] for key, each in lists.items()
     }
-    if set(few.get("layer_types", ())) == {"full_attention"} and _is_size(
-        values.get("sliding_window")
-    ):
+    if set(few.get("layer_types", ())) == {"full_attention"} and values.get("sliding_window"):
         few["layer_types"][0] = "sliding_attention"
     few |= {key: len(chosen) for key in values if key == name or key.endswith("coder_layers")}
     if own:

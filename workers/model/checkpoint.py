@@ -267,4 +267,5 @@ def first_line(exc: BaseException) -> str:
     lines = [line.strip() for line in str(exc).strip().splitlines()]
     if not lines:
         return type(exc).__name__
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return line if " " in line else f"{type(exc).__name__}: {line}"  # 'x' of a KeyError
