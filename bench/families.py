@@ -172,7 +172,7 @@ def table_of(families: Sequence[Family]) -> str:
 
 def _general(why: str) -> str:
     """A reason without what differs from one model to the next."""
-    why = re.sub(r"\b\w+(For\w+|LMHeadModel|LMHead|Attention)\b", "it", why)
+    why = re.sub(r"^\w+(For\w+|LMHeadModel|LMHead|Attention)\b", "it", why)
     return re.sub(r" \(cosine [\d.]+\)", "", why).replace("|", "\\|")
 
 

@@ -210,9 +210,11 @@ def _check_generates(model_path: str, config: PretrainedConfig) -> None:
         )
     types = (type(config), type(text))
     if not any(each in MODEL_FOR_CAUSAL_LM_MAPPING for each in types) or not _has_text_head(name):
+        is_generator = "For" in name and _has_text_head(name)
+        fault = "is none of transformers' causal decoders" if is_generator else "generates no text"
         raise ModelRefused(
-            f"{model_path} is a {name}, which generates no text; batchway serves causal decoders, "
-            "and models for embeddings and classes"
+            f"{model_path} is a {name}, which {fault}; batchway serves causal decoders, and models "
+            "for embeddings and classes"
         )
     sees_both_sides = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     if sees_both_sides or not getattr(text, "is_causal", True):
@@ -268,4 +270,4 @@ def first_line(exc: BaseException) -> str:
     if not lines:
         return type(exc).__name__
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return line if " " in line else f"{type(exc).__name__}: {line}"  # 'x' of a KeyError
+    return f"KeyError: {line}" if isinstance(exc, KeyError) else line  # it says the key alone

@@ -20,7 +20,8 @@ from bench.families import (
 from tests.tiny_families import PAGED, SEQUENTIAL
 from tests.tiny_models import make_config
 
-# Of each way to be served; in one batch: keys and values by layer, shared, or not contiguous.
+# Of each way to be served; in one batch also with keys and values in sizes by layer, shared or of
+# looped layers.
 A_FEW = [
     "afmoe",
     "bert",
@@ -28,6 +29,7 @@ A_FEW = [
     "camembert",
     "dbrx",
     "deepseek_v2",
+    "dory",
     "gemma3n_text",
     "gemma4_text",
     "mamba",
