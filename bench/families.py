@@ -100,11 +100,12 @@ def _expected(folder: Path) -> Expected:
     with contextlib.suppress(ValueError):  # a family with attention of its own
         decoder.set_attn_implementation("eager")
     prompts = make_prompts(PROMPT_LENGTHS, VOCAB_SIZE)
+    settings: Any = transformers.GenerationConfig
     try:
-        decoder.generation_config = transformers.GenerationConfig()  # no forced tokens
+        decoder.generation_config = settings()  # no forced tokens
         return Expected(decoder, prompts)
     except Exception:  # its cache does not work (xLSTM)
-        decoder.generation_config = transformers.GenerationConfig(use_cache=False)
+        decoder.generation_config = settings(use_cache=False)
         return Expected(decoder, prompts)
 
 

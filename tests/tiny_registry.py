@@ -208,7 +208,7 @@ def _differing(
     values: dict[str, Any], small: dict[str, Any], own: dict[str, Any]
 ) -> dict[str, Any]:
     """The sizes that one layer has for itself: as `own` to `values`, so it is to `small`."""
-    found = _small("", own)
+    found: dict[str, Any] = _small("", own)
     for name, size in found.items():
         if _is_size(size) and size == small.get(name):
             found[name] = size * 2 if own[name] > values[name] else max(1, size // 2)

@@ -73,9 +73,7 @@ def load_model(
         raise
     except Exception as exc:  # a family that a library does not serve as it says
         log.debug("the traceback of the refusal", exc_info=True)
-        raise ModelRefused(
-            f"{options.model_path} cannot be loaded: {type(exc).__name__}: {first_line(exc)}"
-        ) from exc
+        raise ModelRefused(f"{options.model_path} cannot be loaded: {first_line(exc)}") from exc
 
 
 def _load(
