@@ -83,6 +83,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_causal_model_is_served_as_the_page_says() -> None:
     """None ends in a traceback or gives other tokens. The page's version must be the installed."""
     page = PAGE.read_text("utf-8")
