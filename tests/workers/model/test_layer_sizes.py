@@ -80,9 +80,7 @@ def test_layers_that_share_keys_and_values_keep_them_once(model_type: str, tmp_p
     assert cache.num_bytes < kept * 0.6
 
 
-@pytest.mark.parametrize(
-    ("model_type", "num_calls"), [("diffllama", 4), ("dory", 4), ("hrm_text", 16)]
-)
+@pytest.mark.parametrize(("model_type", "num_calls"), [("diffllama", 4), ("hrm_text", 16)])
 def test_each_call_of_a_layer_keeps_its_own_keys_and_values(
     model_type: str, num_calls: int, tmp_path: Path
 ) -> None:
