@@ -30,12 +30,17 @@ def make_config(family: str, **changes: Any) -> Any:
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model (a PreTrainedModel) whose greedy outputs vary."""
+    return random_model(make_config(family, **changes), seed)
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A random model of this configuration whose greedy outputs vary."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
     auto_class: Any = transformers.AutoModelForCausalLM
-    model = auto_class.from_config(make_config(family, **changes))
+    model = auto_class.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

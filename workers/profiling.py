@@ -127,18 +127,15 @@ def shape_of(runner: ModelRunner) -> DecoderShape:
     num_head, head_bytes = (0, 0) if head is None else _count([head], seen)
     modules = [m for m in decoder.modules() if not isinstance(m, nn.Embedding)]
     num_body, body_bytes = _count(modules, seen)
-    layers = list(runner.cache.layers.values())
+    layers = runner.cache.calls
     itemsize = layers[0].keys.dtype.itemsize
     elements = sum(layer.keys[0, 0].numel() + layer.values[0, 0].numel() for layer in layers)
-    config = decoder.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
     return DecoderShape(
         body_bytes + head_bytes,
         num_body,
         num_head,
         elements * itemsize,
-        config.num_attention_heads * head_dim * len(layers),
+        sum(layer.shape.num_heads * layer.shape.k_dim for layer in layers),
     )
 
 

@@ -1,6 +1,7 @@
 """A model's sizes from its config.json alone: transformers builds it without memory for weights."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,25 +44,32 @@ def read_shape(path: Path) -> ModelShape:
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except OSError as exc:
         raise ModelRefused(f"{file} cannot be read: {exc.strerror}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
+    except Exception as exc:  # transformers assumes well-formed files
         raise ModelRefused(f"{file} describes no decoder that transformers knows: {exc}") from exc
     try:
         return _shape(model, config.get_text_config(), written, file)
-    except AttributeError as exc:
+    except (AttributeError, TypeError, ValueError) as exc:
         raise ModelRefused(f"{file} has no attention over a KV cache: {exc}") from exc
 
 
 def _shape(model: Any, config: Any, written: dict[str, Any], file: Path) -> ModelShape:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_layer = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
-        per_layer = latent + config.qk_rope_head_dim
+    from workers.model.checkpoint import layer_configs
+
     kinds: Seq[str] = getattr(config, "layer_types", None) or ()
     kinds = kinds or ("full_attention",) * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or 0
-    num_sliding = kinds.count("sliding_attention") if window else 0
-    num_full = len(kinds) - num_sliding - sum("linear" in kind for kind in kinds)
+    layers = layer_configs(config)
+    layers *= len(kinds) // len(layers)
+    num_keeping = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kept: Counter[int] = Counter()  # numbers of KV per token, by window; 0: full attention
+    attention_width = 0
+    for number, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        if "linear" in kind:
+            continue
+        attention_width += layer.num_attention_heads * _head_dim(layer)
+        if number < num_keeping:  # the others attend to what earlier ones keep
+            is_sliding = kind == "sliding_attention"
+            kept[(is_sliding and getattr(layer, "sliding_window", None)) or 0] += _num_kv(layer)
+    inner = [getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size for layer in layers]
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     is_expert = {id(p) for name, p in model.named_parameters() if ".experts." in name}
@@ -74,21 +82,34 @@ def _shape(model: Any, config: Any, written: dict[str, Any], file: Path) -> Mode
         expert_share=_expert_share(config) if num_experts else 1.0,
         num_head=head.numel(),
         num_embedding=0 if head is embedding else embedding.numel(),
-        num_kv=num_full * per_layer,
-        windows=((num_sliding * per_layer, window),) if num_sliding else (),
-        attention_width=heads * head_dim * (num_full + num_sliding),
-        activation_width=6 * config.hidden_size
-        + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        num_kv=kept[0],
+        windows=tuple((num_kv, window) for window, num_kv in kept.items() if window),
+        attention_width=attention_width,
+        # Gemma 3n lists a size for each layer.
+        activation_width=6 * layers[0].hidden_size
+        + 3 * max(max(each) if isinstance(each, list) else each for each in inner),
         max_model_len=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         precision=_precision(written),
     )
 
 
+def _head_dim(layer: Any) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
+def _num_kv(layer: Any) -> int:
+    """Numbers of KV that a layer keeps for a token."""
+    if latent := getattr(layer, "kv_lora_rank", None):  # multi-head latent attention
+        return int(latent + layer.qk_rope_head_dim)
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return 2 * int(heads) * _head_dim(layer)
+
+
 def _expert_share(config: Any) -> float:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    total = next(found for name in names if (found := getattr(config, name, None)))
-    return float(config.num_experts_per_tok / total)
+    counts = [found for name in names if (found := getattr(config, name, None))]
+    return float(config.num_experts_per_tok / (counts[0] if counts else config.num_experts))
 
 
 def _precision(written: dict[str, Any]) -> Precision:

@@ -54,6 +54,27 @@ def test_a_shape_has_the_weights_and_the_kv_of_the_published_model(tmp_path: Pat
     assert shape.attention_width == 32 * 4096
 
 
+def test_sizes_that_differ_by_layer_are_counted_layer_by_layer(tmp_path: Path) -> None:
+    """Gemma 4: heads of 16 in a window and of 32 in full; the last two of four layers attend to the
+    keys and values of the others."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "gemma4_text", vocab_size=320, vocab_size_per_layer_input=320, hidden_size=64,
+        hidden_size_per_layer_input=16, intermediate_size=96, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+        num_kv_shared_layers=2, sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+
+    shape = read_shape(tmp_path)
+
+    assert shape.num_kv == 2 * 2 * 32
+    assert shape.windows == ((2 * 2 * 16, 12),)
+    assert shape.attention_width == 2 * 4 * (16 + 32)
+
+
 @pytest.mark.parametrize("family", sorted(PAGED))
 def test_every_family_is_counted_whole(tmp_path: Path, family: str) -> None:
     """Experts, tied heads and sliding windows too: no weight is left out or counted twice."""

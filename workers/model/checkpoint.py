@@ -101,25 +101,31 @@ def _check_files(model_path: str) -> None:
 
 def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
     """Refuses sizes outside any real decoder's: building would fail oddly or never end."""
-    text = config.get_text_config()
     least = _LEAST_SIZES | dict.fromkeys(_LENGTH_NAMES, 1)
-    sizes = {name: getattr(text, name, None) for name in least} | text.to_dict()
-    for name, value in sizes.items():
-        if name not in least and not name.startswith("num_"):
-            continue
-        most = _MAX_COUNT if name.startswith("num_") else _MAX_SIZE
-        most = _MAX_LAYERS if name == "num_hidden_layers" else most
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int) and not least.get(name, 0) <= number <= most:
-                raise ModelRefused(
-                    f"config.json of {model_path} has {name} {number:.6g}; a decoder has "
-                    f"{least.get(name, 0)} to {most}"
-                )
+    for layer in layer_configs(config.get_text_config()):
+        sizes = {name: getattr(layer, name, None) for name in least} | layer.to_dict()
+        for name, value in sizes.items():
+            if name not in least and not name.startswith("num_"):
+                continue
+            most = _MAX_COUNT if name.startswith("num_") else _MAX_SIZE
+            most = _MAX_LAYERS if name == "num_hidden_layers" else most
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(number, int) and not least.get(name, 0) <= number <= most:
+                    raise ModelRefused(
+                        f"config.json of {model_path} has {name} {number:.6g}; a decoder has "
+                        f"{least.get(name, 0)} to {most}"
+                    )
     if (length := context_length(config)) is not None and not 1 <= length <= _MAX_SIZE:
         raise ModelRefused(
             f"config.json of {model_path} has rotary scaling to {length} positions; a decoder has "
             f"1 to {_MAX_SIZE}"
         )
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """The configuration of all layers, or where sizes differ by layer (Gemma 4), that of each: the
+    whole one then raises for such a size (`per_layer_config` of transformers 5.24)."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def _check_rotary(model_path: str, raw: Mapping[str, Any]) -> None:
@@ -204,11 +210,14 @@ def _check_generates(model_path: str, config: PretrainedConfig) -> None:
         )
     types = (type(config), type(text))
     if not any(each in MODEL_FOR_CAUSAL_LM_MAPPING for each in types) or not _has_text_head(name):
+        is_generator = "For" in name and _has_text_head(name)
+        fault = "is none of transformers' causal decoders" if is_generator else "generates no text"
         raise ModelRefused(
-            f"{model_path} is a {name}, which generates no text; batchway serves causal decoders, "
-            "and models for embeddings and classes"
+            f"{model_path} is a {name}, which {fault}; batchway serves causal decoders, and models "
+            "for embeddings and classes"
         )
-    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+    sees_both_sides = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    if sees_both_sides or not getattr(text, "is_causal", True):
         raise ModelRefused(
             f"{model_path} attends to both sides, so it generates no text, and has no modules.json "
             "that says how it makes vectors; batchway serves causal decoders, and models for "
@@ -247,7 +256,7 @@ def _quantization_of(model_path: str, config: PretrainedConfig) -> str | None:
 
 def context_length(config: PretrainedConfig) -> int | None:
     """Maximum positions by the configuration, with its rotary scaling; None if unlimited."""
-    text = config.get_text_config()
+    text = layer_configs(config.get_text_config())[0]
     for name in _LENGTH_NAMES:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
@@ -260,4 +269,5 @@ def first_line(exc: BaseException) -> str:
     lines = [line.strip() for line in str(exc).strip().splitlines()]
     if not lines:
         return type(exc).__name__
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"KeyError: {line}" if isinstance(exc, KeyError) else line  # it says the key alone

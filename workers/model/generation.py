@@ -70,8 +70,8 @@ def end_token_ids(
     tokenizer's own, which alone is right in many fine-tunes. Raises ModelRefused."""
     text = config.get_text_config()
     named = (
-        text.eos_token_id,
-        config.eos_token_id,
+        getattr(text, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
         files.read_object(_FILE).get("eos_token_id"),
         _tokenizer_ends(files, tokenizer),
     )

@@ -5,6 +5,7 @@ Reads safetensors only and runs no code of the model. Checks are in `checkpoint`
 vectors, as those of `pooling` do.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,9 +15,10 @@ from transformers import PretrainedConfig
 from contract.jobs import resume_kind
 from contract.model_cards import GenerationDefaults
 from workers.engine.interface import DEFAULT_STEP_TOKENS, LoadedModel, ModelRefused
+from workers.ipc.channel import PeerGone
 from workers.ipc.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
-from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
+from workers.model.checkpoint import DEFAULT_REVISION, context_length, first_line, read_config
 from workers.model.device import (
     capability_of,
     choose_device,
@@ -48,6 +50,8 @@ from workers.model.sequential import (
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 
+log = logging.getLogger(__name__)
+
 __all__ = ["LoadedModel", "ModelRefused", "load_model"]
 
 # Default token budget. A CPU's matrix products are efficient from about 128 rows on; larger steps
@@ -63,6 +67,18 @@ def load_model(
     processor: Processor | None = None,
 ) -> LoadedModel:
     """Loads, checks and sizes a model. Raises ModelRefused with one sentence for the operator."""
+    try:
+        return _load(options, progress, processor)
+    except (ModelRefused, PeerGone, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as exc:  # a family that a library does not serve as it says
+        log.debug("the traceback of the refusal", exc_info=True)
+        raise ModelRefused(f"{options.model_path} cannot be loaded: {first_line(exc)}") from exc
+
+
+def _load(
+    options: EngineOptions, progress: Callable[[str], None], processor: Processor | None
+) -> LoadedModel:
     torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))
     path, revision = options.model_path, options.revision or DEFAULT_REVISION
     if (folder := read_folder(path, revision)) is not None:

@@ -205,8 +205,8 @@ def choose_continuation(decoder: Any, config: PretrainedConfig, device: torch.de
     bound, rounding = 1.0 - LOWEST_COSINE[decoder.dtype], _ROUNDING[decoder.dtype]
     if not _error(decoder, Continues.NEVER, prompts, expected, device) <= bound:
         raise ModelRefused(
-            f"{name} gives a token other logits when more tokens follow it, so it is no decoder "
-            "that can be run token by token"
+            f"{name} gives a token other logits when more tokens follow it, or at positions from "
+            "0 on, so it is no decoder that can be run token by token"
         )
     at_tokens = _error(decoder, Continues.AT_TOKENS, prompts, expected, device)
     if not at_tokens <= bound:

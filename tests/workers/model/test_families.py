@@ -1,12 +1,9 @@
 """Greedy tokens of every supported family, compared with transformers' generate, batched and in
 chunks."""
 
-import re
-from pathlib import Path
-
 import pytest
 
-from tests.tiny_families import FAMILIES, OF_EACH_KIND, PAGED, PAGED_SINCE_5_24, SEQUENTIAL
+from tests.tiny_families import FAMILIES, OF_EACH_KIND, PAGED, SEQUENTIAL
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
@@ -51,19 +48,3 @@ def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> Non
 
     assert len({tuple(ids) for ids in outputs}) == len(outputs)
     assert sum(len(set(ids)) for ids in outputs) / len(outputs) >= 6
-
-
-def test_docs_list_the_families_tested_here() -> None:
-    """docs/models.md lists each family in the right section."""
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    _, proven = page.split("## Families served in one batch")
-    batched, proven = proven.split("## Families served one sequence at a time")
-    one_by_one, _ = proven.split("## Prefill-only models")
-
-    since = PAGED_SINCE_5_24.keys()
-    for section, families in (
-        (batched, PAGED.keys() | since),
-        (one_by_one, SEQUENTIAL.keys() - since),
-    ):
-        lines = re.findall(r"^- (.*)$", section, re.MULTILINE)
-        assert set(re.findall(r"`(\w+)`", "\n".join(lines))) == families

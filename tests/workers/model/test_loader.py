@@ -331,3 +331,23 @@ def test_a_model_that_paging_would_change_is_not_paged(
     load(saved_llama, lines, fused=False)
 
     assert any("other logits in a paged batch" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["read_config", "end_token_ids", "load_decoder", "fix_rope", "paged_runner", "context_length"],
+)
+def test_whatever_a_family_raises_is_a_reason(
+    step: str, saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any step of a load; lack of memory is no fault of the model and is raised as it is."""
+    planted: list[Exception] = [AttributeError("planted\nfault"), MemoryError()]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise planted.pop(0)
+
+    monkeypatch.setattr(f"workers.model.loader.{step}", fail)
+
+    assert refusal(saved_llama).endswith("cannot be loaded: planted")
+    with pytest.raises(MemoryError):
+        load(saved_llama)

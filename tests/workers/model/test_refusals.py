@@ -16,7 +16,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.tiny_models import VOCAB_SIZE, edit_json, save_tokenizer
+from tests.tiny_models import VOCAB_SIZE, edit_json, random_model, save_tokenizer
+from tests.tiny_registry import tiny_config
 from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
 from workers.model import tokenizer
@@ -347,3 +348,31 @@ def test_a_chat_template_that_does_not_compile_is_refused(llama: Path, template:
     (llama / "chat_template.jinja").write_text(template)
 
     assert "does not compile" in refusal(llama)
+
+
+# --- wrong fields of config.json --------------------------------------------------------------
+
+_WRONG: list[Any] = ["x", None, -1, 0, 3, 1.5, [], {}, True, [7]]
+
+
+@pytest.mark.parametrize("value", _WRONG, ids=repr)
+@pytest.mark.parametrize("model_type", ["gemma4_text", "qwen3_moe", "mamba2", "deepseek_v2"])
+@pytest.mark.each_value
+def test_a_wrong_field_is_a_reason_or_no_fault(model_type: str, value: Any, tmp_path: Path) -> None:
+    """Every fifth field of a family's configuration, each with this value: it loads, or is refused
+    in a sentence."""
+    config = tiny_config(type(transformers.AutoConfig.for_model(model_type)))
+    random_model(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    file = tmp_path / "config.json"
+    written = file.read_text()
+    sentences = []
+    for name in list(json.loads(written))[_WRONG.index(value) % 5 :: 5]:
+        file.write_text(written)
+        edit_json(file, **{name: value})
+        try:
+            load(tmp_path, kv_memory_bytes=2**24)
+        except ModelRefused as refused:
+            sentences.append(str(refused))
+    assert sentences
+    assert all(0 < len(each) < 600 and "\n" not in each for each in sentences)

@@ -1,13 +1,12 @@
 """Sequences run one at a time: when a state is kept or dropped, and its size."""
 
 import gc
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiny_families import PAGED_SINCE_5_24, SEQUENTIAL, VOCAB_SIZE
+from tests.tiny_families import SEQUENTIAL, VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.conftest import LoadFamily, sequential
 from tests.workers.model.driver import make_prompts, make_sequence, run_step, run_to_end
@@ -92,25 +91,6 @@ def test_chunks_that_cannot_be_continued_are_put_off(load_family: LoadFamily) ->
     logits = model.logits([Chunk(sequence, 14, 6, samples=True)])
 
     torch.testing.assert_close(logits, model.logits([Chunk(whole, 0, 20, samples=True)]))
-
-
-@pytest.mark.campaign
-def test_docs_list_how_each_family_is_served(load_family: LoadFamily) -> None:
-    """The list in docs/models.md."""
-    words = {
-        Continues.ANYWHERE: "in chunks",
-        Continues.AT_TOKENS: "in one piece",
-        Continues.NEVER: "from the start",
-    }
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    _, rest = page.split("## Families served one sequence at a time")
-    lines = re.findall(r"^- ([a-z ]+) \(.*?\): (.*)$", rest.partition("\n## ")[0], re.MULTILINE)
-    documented = {name: way for way, names in lines for name in re.findall(r"`(\w+)`", names)}
-
-    families = SEQUENTIAL.keys() - PAGED_SINCE_5_24.keys()
-    found = {family: words[sequential(load_family(family)[0]).continues] for family in families}
-
-    assert found == documented
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

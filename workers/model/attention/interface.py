@@ -48,13 +48,18 @@ class AttentionFlags:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """An attention layer's heads, their sizes, and its options."""
+    """An attention layer's heads, their sizes, and its options. Layers of one `kv_group` attend to
+    the same keys and values (Gemma 3n, Gemma 4), which are kept once. `num_calls`: how often a
+    forward calls it (looped layers, differential attention); each call has keys and values of its
+    own."""
 
     num_heads: int
     kv_heads: int
     k_dim: int
     v_dim: int
     flags: AttentionFlags
+    kv_group: int | None = None
+    num_calls: int = 1
 
     @property
     def kv_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -152,7 +157,8 @@ def paged_attention_forward(
         has_mask=attention_mask is not None,
         extra=extra,
     )
-    return batchway_step.attend(call).unsqueeze(0), None
+    # Contiguous, as transformers' own are: a family may view it in another shape (AFMoE).
+    return batchway_step.attend(call).contiguous().unsqueeze(0), None
 
 
 def register_attention() -> None:
