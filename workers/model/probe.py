@@ -122,7 +122,7 @@ def probe_mixers(
         raise
     except Exception as exc:
         raise CannotShareBatch(
-            f"{type(decoder).__name__} does not run on plain tokens: {first_line(exc)}"
+            f"{type(decoder).__name__} keeps its states in a cache of its own"
         ) from exc
 
 
