@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
+from infra.child import Console
 
 _NOTE = "up.json"
 
@@ -144,6 +147,22 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
                     f"--models: {path}: {name}: {place}: there is no model {model!r}; there are: "
                     f"{there}"
                 )
+
+
+def make_folder(options: argparse.Namespace) -> None:
+    """Replaces a model that is a GGUF file, or SmolLM2, by its folder, made if it is not there; its
+    name in requests stays. Raises UsageError, and argparse.ArgumentTypeError for that name."""
+    from workers.engine.interface import ModelRefused
+    from workers.model.gguf_cache import made_folder
+
+    tell = partial(Console(sys.stderr).line, "batchway")
+    try:
+        folder = made_folder(options.model, options.dtype, tell)
+    except ModelRefused as exc:
+        raise UsageError(f"--model: {exc}") from exc
+    if folder != options.model:
+        options.served_model_name = opts.served_name(options)
+        options.model = folder
 
 
 def check_model(model: str) -> None:
