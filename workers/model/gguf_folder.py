@@ -5,7 +5,6 @@
 NAME is what messages call the file. A refusal is the last line of the standard error.
 """
 
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -16,12 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
-from workers.model.gguf_compat import (
-    GgufHeader,
-    gguf_architectures,
-    load_gguf_state_dict,
-    read_gguf_metadata,
-)
+from workers.model.gguf_compat import Header, gguf_architectures, read_header
 from workers.model.machine import free_cpu_bytes
 from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
@@ -40,21 +34,16 @@ def write_folder(file: Path, folder: Path, dtype: torch.dtype, name: str) -> Non
     the file and this type. Beyond what transformers reads, the ends of a turn and of a message are
     end tokens too, and Llama 3's rotary scaling is kept. Raises ModelRefused."""
     try:
-        metadata, tensors = read_gguf_metadata(str(file))
-        _check_contents(metadata, tensors, name)
-        header = GgufHeader.from_file(str(file))
-        end = max(header.data_start + info.offset + info.nbytes for info in header.tensors)
-        if (size := file.stat().st_size) < end:
-            raise ValueError(f"its tensors end at byte {end}, and it ends at {size}")
+        header = read_header(file)
+        architecture = header.metadata["general.architecture"]
     except Exception as exc:  # a reader for well-formed files
-        if isinstance(exc, ModelRefused):
-            raise
         raise ModelRefused(f"{name} is damaged, or no GGUF file: {first_line(exc)}") from exc
+    _check_contents(header, architecture, name)
     _check_room(header, folder.parent, dtype, name)
     try:
         model, tokenizer = _read(file, header, dtype)
-        ends = {metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
-        if ends := ends - {None}:
+        named = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+        if ends := {header.metadata[key] for key in named if key in header.metadata}:
             model.generation_config.eos_token_id = sorted(ends)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -62,33 +51,32 @@ def write_folder(file: Path, folder: Path, dtype: torch.dtype, name: str) -> Non
         raise ModelRefused(f"{name} cannot be read into a folder: {first_line(exc)}") from exc
 
 
-def _check_contents(metadata: dict[str, Any], tensors: tuple[str, ...], name: str) -> None:
+def _check_contents(header: Header, architecture: Any, name: str) -> None:
     """Refuses what transformers does not read, or not whole."""
-    architecture, known = metadata["general.architecture"], gguf_architectures()
+    known = gguf_architectures()
     if architecture not in known:
         raise ModelRefused(
             f"{name} is of the architecture {architecture!r}, which transformers does not read "
             f"from GGUF; it reads {', '.join(known)}"
         )
-    if metadata.get("split.count", 1) > 1:
+    if header.metadata.get("split.count", 1) != 1:
         raise ModelRefused(f"{name} is one of several parts: `llama-gguf-split --merge` joins them")
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_factors_long.weight" in tensors:
+    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_factors_long.weight" in header.data:
         raise ModelRefused(
             f"{name} scales its rotary embedding, which transformers does not read from GGUF: take "
             "the model in Hugging Face layout"
         )
 
 
-def _check_room(header: Any, cache: Path, dtype: torch.dtype, name: str) -> None:
+def _check_room(header: Header, cache: Path, dtype: torch.dtype, name: str) -> None:
     """Tells what disk and memory it takes. Raises ModelRefused if there is less."""
-    sizes = [math.prod(info.shape) for info in header.tensors]
+    sizes = header.num_weights.values()
     disk = sum(sizes) * dtype.itemsize + _SMALL_FILES_BYTES
     memory = disk + _NUM_COPIES * max(sizes) * torch.float32.itemsize + _BASE_BYTES
-    takes = (
-        f"{disk / _GIB:.1f} GiB on the disk and up to {memory / _GIB:.1f} GiB of memory as {dtype}"
-    )
-    print(f"reading {name} ({header.architecture}), once: {takes}", flush=True)
+    takes = f"{disk / _GIB:.1f} GiB on the disk as {str(dtype).removeprefix('torch.')}"
+    takes += f" and up to {memory / _GIB:.1f} GiB of memory"
+    print(f"reading {name} into the cache, once: {takes}", flush=True)
     free_disk, free_memory = shutil.disk_usage(cache).free, free_cpu_bytes()
     if free_disk < disk or free_memory < memory:
         raise ModelRefused(
@@ -97,30 +85,30 @@ def _check_room(header: Any, cache: Path, dtype: torch.dtype, name: str) -> None
         )
 
 
-def _read(file: Path, header: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def _read(file: Path, header: Header, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model on the CPU, and its tokenizer. Raises ValueError and transformers' own errors."""
     source, gguf = str(file.parent), {"gguf_file": file.name}
     config = AutoConfig.from_pretrained(source, **gguf)
     tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
     _keep_rope_scaling(config, header)
     whole: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), **gguf}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, output_loading_info=True, **whole
-    )
+    whole |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **whole)
     model, info = loaded
-    if missing := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+    missing = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
+    if missing:
         raise ValueError(f"{len(missing)} weights are missing or misshapen, such as {missing[0]}")
     return model, tokenizer
 
 
-def _keep_rope_scaling(config: Any, header: Any) -> None:
+def _keep_rope_scaling(config: Any, header: Header) -> None:
     """Sets the scaling that llama.cpp keeps as a divisor of each rotary frequency, which
     transformers leaves out. Raises ValueError if it is not that of Llama 3.1 to 3.3."""
-    lazy = load_gguf_state_dict(header).get("rope_freqs.weight")
-    if lazy is None:
+    if (data := header.data.get("rope_freqs.weight")) is None:
         return
-    divisors, cpu = lazy[...].float().flatten(), torch.device("cpu")
-    plain, _ = ROPE_INIT_FUNCTIONS["default"](config, cpu)
+    divisors = torch.from_numpy(data.view("<f4").copy())
+    exponents = torch.arange(len(divisors)) / len(divisors)
+    plain = config.rope_parameters["rope_theta"] ** -exponents
     config.rope_parameters |= {
         "rope_type": "llama3",
         "factor": float(divisors.max()),
@@ -128,7 +116,7 @@ def _keep_rope_scaling(config: Any, header: Any) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, cpu)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     if not torch.allclose(scaled * divisors, plain, rtol=1e-3):
         raise ValueError("its rotary frequencies are scaled in a way other than Llama 3's")
 
