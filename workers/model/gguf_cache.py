@@ -127,7 +127,8 @@ def _convert(file: Path, name: str, dtype: str, build: Path) -> None:
     link.symlink_to(file)  # transformers would read files beside it too
     module = "workers.model.gguf_folder"
     if (output := _run(["-m", module, str(link), name, str(folder), dtype], build)) is not None:
-        raise ModelRefused(_last_line(output) or f"{name}: the process that reads it was killed")
+        sentence = _last_line(output).removeprefix(f"{ModelRefused.__module__}.ModelRefused: ")
+        raise ModelRefused(sentence or f"{name}: the process that reads it was killed")
 
 
 def _run(arguments: list[str], temporary: Path) -> str | None:

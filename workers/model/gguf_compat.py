@@ -18,8 +18,6 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.integrations.gguf.reader import _mapped, _read_metadata, _read_tensor_table
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-_ALIGNMENT = 32  # bytes, unless the file has another
-
 
 class Header(NamedTuple):
     """`metadata`: without long lists. `num_weights` and `data` (bytes, on the disk): by tensor."""
@@ -34,7 +32,7 @@ def read_header(file: Path) -> Header:
     blob = _mapped(str(file))
     metadata, num_tensors, position = _read_metadata(blob, str(file))
     entries, position = _read_tensor_table(blob, num_tensors, position)
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    alignment = metadata.get("general.alignment", 32)  # bytes
     start = math.ceil(position / alignment) * alignment
     num_weights, data = dict[str, int](), dict[str, np.ndarray]()
     for name, shape, kind, offset in entries:

@@ -2,7 +2,8 @@
 
     python -m workers.model.gguf_folder FILE NAME FOLDER DTYPE
 
-NAME is what messages call the file. A refusal is the last line of the standard error.
+NAME is what messages call the file. A refusal is the last line of the standard error, as Python
+writes an exception.
 """
 
 import shutil
@@ -73,7 +74,7 @@ def _check_room(header: Header, cache: Path, dtype: torch.dtype, name: str) -> N
     """Tells what disk and memory it takes. Raises ModelRefused if there is less."""
     sizes = header.num_weights.values()
     disk = sum(sizes) * dtype.itemsize + _SMALL_FILES_BYTES
-    memory = disk + _NUM_COPIES * max(sizes) * torch.float32.itemsize + _BASE_BYTES
+    memory = disk + _NUM_COPIES * max(sizes, default=0) * torch.float32.itemsize + _BASE_BYTES
     takes = f"{disk / _GIB:.1f} GiB on the disk as {str(dtype).removeprefix('torch.')}"
     takes += f" and up to {memory / _GIB:.1f} GiB of memory"
     print(f"reading {name} into the cache, once: {takes}", flush=True)
@@ -121,15 +122,5 @@ def _keep_rope_scaling(config: Any, header: Header) -> None:
         raise ValueError("its rotary frequencies are scaled in a way other than Llama 3's")
 
 
-def main() -> int:
-    file, name, folder, dtype = sys.argv[1:]
-    try:
-        write_folder(Path(file), Path(folder), getattr(torch, dtype), name)
-    except ModelRefused as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_folder(Path(sys.argv[1]), Path(sys.argv[3]), getattr(torch, sys.argv[4]), sys.argv[2])
