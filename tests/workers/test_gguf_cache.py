@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.options import served_name
+from infra.parser import build_parser
 from tests.infra.command_line import call_cli
 from workers.engine.interface import ModelRefused
 from workers.model import gguf_cache
@@ -326,15 +328,33 @@ def test_a_filled_cache_need_not_be_writable(gguf: Path, cache: Path) -> None:
         models.chmod(0o700)
 
 
+@pytest.mark.parametrize("command", ["up", "worker", "profile"])
 @pytest.mark.parametrize("contents", [None, b"no model"])
-def test_commands_refuse_in_one_line(contents: bytes | None, cache: Path) -> None:
+def test_commands_refuse_in_one_line(command: str, contents: bytes | None, cache: Path) -> None:
     file = cache.parent / "bad.gguf"
     if contents is not None:
         file.write_bytes(contents)
 
-    done = call_cli("up", "--model", str(file))
+    done = call_cli(command, "--model", str(file))
 
     assert done.returncode == 2
-    assert done.stderr.startswith("batchway up: --model: ")
+    assert done.stderr.startswith(f"batchway {command}: --model: ")
     assert done.stderr.count("\n") == 1
     assert str(file) in done.stderr
+
+
+def test_a_file_in_a_fleet_is_refused_with_its_entry(cache: Path) -> None:
+    fleet = cache.parent / "fleet.yaml"
+    fleet.write_text("models:\n  - model: /none/bad.gguf\n")
+
+    done = call_cli("up", "--fleet", str(fleet))
+
+    assert done.returncode == 2
+    assert "entry 1 (/none/bad.gguf): model: there is no file /none/bad.gguf" in done.stderr
+
+
+def test_the_name_in_requests_is_the_file_s() -> None:
+    """Without its ending, also where the folder that is made has another name."""
+    options = build_parser().parse_args(["worker", "--model", "folder/Tiny-1B.Q4_K_M.gguf"])
+
+    assert served_name(options) == "Tiny-1B.Q4_K_M"
