@@ -32,6 +32,7 @@ from infra.preconditions import (
     check_redis,
     check_store,
     known_redis,
+    make_folder,
     operators_redis,
 )
 from workers.engine.interface import ModelRefused
@@ -247,6 +248,8 @@ def _say_where(host: str, port: int) -> None:
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
     opts.choose_gpu(options)
+    if options.engine_module is None:
+        make_folder(options)
     choose_engine(options)
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""

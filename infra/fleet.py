@@ -22,7 +22,7 @@ from infra.ab_command import WORKER_CANDIDATE_SHARE, add_candidate_options, entr
 from infra.demo_model import demo_model_path
 from infra.engine_choice import choose_engine
 from infra.option_values import integer
-from infra.preconditions import UsageError, check_model
+from infra.preconditions import UsageError, check_model, make_folder
 from workers.model.machine import available_cores, total_cpu_bytes
 from workers.model.nvidia import installed_gpus
 
@@ -63,6 +63,7 @@ def fleet_of(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
 
 def _fleet_of_one(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
     if options.engine_module is None:
+        make_folder(options)
         check_model(options.model)
     choose_engine(options)
     options.lanes = opts.WORKER_DEFAULTS.lanes
@@ -155,6 +156,7 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
         options.model = str(demo_model_path())
     if options.engine_module is None:
         try:
+            make_folder(options)
             check_model(options.model)
         except UsageError as exc:
             raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc

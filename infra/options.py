@@ -230,8 +230,8 @@ WORKER = {
 # A name that is a field of EngineOptions sets that field.
 MODEL = {
     "model": Option(
-        "a folder in Hugging Face layout, or an id on its hub",
-        Value(str, "PATH_OR_HUB_ID"),
+        "a folder in Hugging Face layout, an id on its hub, a GGUF file, or smollm2",
+        Value(str, "PATH_OR_ID"),
         str(demo_model_path()),
         "the built-in demo",
     ),
@@ -430,7 +430,7 @@ def served_name(options: argparse.Namespace) -> str:
     if Path(options.model) == demo_model_path():
         return DEMO_NAME
     try:
-        return model_name(Path(options.model).name or options.model)
+        return model_name(Path(options.model).name.removesuffix(".gguf") or options.model)
     except argparse.ArgumentTypeError as exc:
         raise argparse.ArgumentTypeError(f"--served-model-name is needed: it {exc}") from None
 

@@ -63,7 +63,7 @@ def _noted_in(folder: str) -> list[RunningUp]:
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
-    "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
+    "worker": ("torch", "transformers", "gguf", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),
     "top": ("prometheus_client", "rich"),
 }
@@ -144,6 +144,21 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
                     f"--models: {path}: {name}: {place}: there is no model {model!r}; there are: "
                     f"{there}"
                 )
+
+
+def make_folder(options: argparse.Namespace) -> None:
+    """Replaces a model that is a GGUF file, or SmolLM2, by its folder, made if it is not there; its
+    name in requests stays. Raises UsageError, and argparse.ArgumentTypeError for that name."""
+    from workers.engine.interface import ModelRefused
+    from workers.model.gguf_cache import made_folder
+
+    try:
+        folder = made_folder(options.model, options.dtype)
+    except ModelRefused as exc:
+        raise UsageError(f"--model: {exc}") from exc
+    if folder != options.model:
+        options.served_model_name = opts.served_name(options)
+        options.model = folder
 
 
 def check_model(model: str) -> None:

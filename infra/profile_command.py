@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import options as opts
-from infra.preconditions import check_extra
+from infra.preconditions import check_extra, make_folder
 from infra.tables import table, write
 from workers.engine.interface import ModelRefused
 
@@ -40,6 +40,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 def run_profile(options: argparse.Namespace) -> int:
     check_extra("worker")
     opts.choose_gpu(options)
+    make_folder(options)
     # Imported by name: the command line itself must not load torch.
     profiling: Any = importlib.import_module("workers.profiling")
     load = profiling.ProfiledLoad(options.streams, options.prompt_tokens)

@@ -20,7 +20,7 @@ _MAX_POINTER_BYTES = 1024
 _MAX_ADAPTER_BYTES = 2**20
 # Weights that are none in safetensors, by their names, and what they are.
 _OTHER_WEIGHTS = {
-    "*.gguf": "weights in GGUF format, llama.cpp's, which batchway does not read",
+    "*.gguf": "weights in GGUF format, of which `--model FILE.gguf` makes a folder",
     "*.bin": "pickled weights, which can run code and are never loaded",
     "*.pt*": "pickled weights, which can run code and are never loaded",
     "*.onnx": "weights in ONNX format, which batchway does not read",
@@ -122,7 +122,7 @@ def check_on_hub(model_path: str) -> None:
     except RemoteEntryNotFoundError as exc:
         raise ModelRefused(
             f"{model_path} has no config.json outside of sub-folders: it is no model, or an "
-            "adapter, a pipeline, or in another format such as GGUF"
+            "adapter, a pipeline, or in another format; of GGUF, download a file and give its path"
         ) from exc
     except (OSError, ValueError) as exc:
         raise ModelRefused(
