@@ -146,14 +146,20 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
                 )
 
 
-def check_model(model: str) -> None:
-    """Raises UsageError if the model is not found."""
+def check_model(model: str, engine: str) -> None:
+    """Raises UsageError if there is no such model, or batchway's own engine cannot serve it by its
+    files; vLLM checks its own."""
     from workers.engine.interface import ModelRefused
+    from workers.model.files import DEFAULT_REVISION, ModelFiles
+    from workers.model.folder_check import check_folder
     from workers.model.model_path import check_on_hub, check_place
 
     try:
-        check_place(model)
-        check_on_hub(model)
+        if engine == "own":
+            check_folder(ModelFiles(model, DEFAULT_REVISION))
+        else:
+            check_place(model)
+            check_on_hub(model)
     except ModelRefused as exc:
         raise UsageError(f"--model: {exc}") from exc
 

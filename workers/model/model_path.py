@@ -3,16 +3,17 @@ weights are. Imports no torch and no transformers, so that commands can check qu
 reads the files."""
 
 import json
+import math
+from itertools import chain
 from pathlib import Path
 
-from huggingface_hub import get_local_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import (
-    NotASafetensorsRepoError,
-    RemoteEntryNotFoundError,
-    SafetensorsParsingError,
-)
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from safetensors import SafetensorError
 
 from workers.engine.interface import ModelRefused
+from workers.model.files import DEFAULT_REVISION, ModelFiles
+from workers.model.weight_headers import read_shapes, weight_files
 
 _ADAPTER_FILE = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -111,14 +112,14 @@ def _adapter_refusal(model_path: str, file: Path) -> str:
     )
 
 
-def check_on_hub(model_path: str) -> None:
+def check_on_hub(model_path: str, revision: str = DEFAULT_REVISION) -> None:
     """Fetches the configuration of a Hub model, or finds it in the cache; refuses unknown
     models.
     """
     if Path(model_path).expanduser().is_dir():
         return
     try:
-        hf_hub_download(model_path, "config.json")
+        hf_hub_download(model_path, "config.json", revision=revision)
     except RemoteEntryNotFoundError as exc:
         raise ModelRefused(
             f"{model_path} has no config.json outside of sub-folders: it is no model, or an "
@@ -126,29 +127,25 @@ def check_on_hub(model_path: str) -> None:
         ) from exc
     except (OSError, ValueError) as exc:
         raise ModelRefused(
-            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "
-            f"(unknown, private, or out of reach): {str(exc).strip().splitlines()[0]}"
+            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model or "
+            f"revision (unknown, private, or out of reach): {str(exc).strip().splitlines()[0]}"
         ) from exc
 
 
-_MOST_PER_BYTE = 2  # parameters of the smallest type
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu: bool) -> int:
     """Bytes that the weights of a folder take at least, once loaded as `dtype` (auto: float32 on a
     CPU, a half type on a GPU); 0 if unknown, as for a model of the Hub."""
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
+    files = ModelFiles(model_path, DEFAULT_REVISION)
+    if not files.is_local:
         return 0
     try:
-        metadata = get_local_safetensors_metadata(folder)
-        num_stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    except (OSError, RecursionError, NotASafetensorsRepoError, SafetensorsParsingError):
+        shapes = [read_shapes(files.folder / name).values() for name in weight_files(files)]
+    except (OSError, SafetensorError, ModelRefused):
         return 0  # the loader says what is wrong
-    num_parameters = sum(metadata.parameter_count.values())
-    if num_parameters > _MOST_PER_BYTE * num_stored:
-        return 0  # a damaged header
+    num_parameters = sum(map(math.prod, chain.from_iterable(shapes)))
     if quantization == "int8":
         return num_parameters
     return num_parameters * _BYTES.get(dtype, 2 if on_gpu else 4)

@@ -95,6 +95,7 @@ def _read(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name and shape
             **_placement(device),
             **arguments,
         )
@@ -114,11 +115,14 @@ def _check_weights(
     path: str, info: Mapping[str, Any], unused: tuple[str, ...], architecture: str
 ) -> None:
     """Refuses incomplete checkpoints: transformers would fill in random numbers."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        found = map(str, info.get(kind) or ())
-        if names := sorted(name for name in found if not name.startswith(unused or ("\0",))):
+    found = {kind: list(info.get(f"{kind}_keys") or ()) for kind in ("missing", "mismatched")}
+    shapes = {str(name): (list(own), list(wanted)) for name, own, wanted in found["mismatched"]}
+    for kind, names in (("missing", map(str, found["missing"])), ("mismatched", shapes)):
+        if wrong := sorted(name for name in names if not name.startswith(unused or ("\0",))):
+            own, wanted = shapes.get(wrong[0], ((), ()))
             raise ModelRefused(
-                f"the weights of {path} do not fit its configuration: "
-                f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"
+                f"the weights of {path} do not fit its configuration: {len(wrong)} {kind}, for "
+                f"example {wrong[0]}"
+                + (f" of the shape {own}, which config.json makes {wanted}" if own else "")
                 + (_HEADLESS.format(architecture) if architecture.endswith("Model") else "")
             )
