@@ -39,6 +39,8 @@ from workers.engine.interface import ModelRefused
 if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
 
+log = logging.getLogger("batchway")
+
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
@@ -246,6 +248,7 @@ def _say_where(host: str, port: int) -> None:
 
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
+    log.info("starting a worker of %s", options.model)
     opts.choose_gpu(options)
     choose_engine(options)
     takes_jobs = options.node_rank == 0

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
@@ -22,6 +23,8 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
+
+log = logging.getLogger("batchway")
 
 _NOTE = "up.json"
 
@@ -149,17 +152,19 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
 def check_model(model: str, engine: str) -> None:
     """Raises UsageError if there is no such model, or batchway's own engine cannot serve it by its
     files; vLLM checks its own."""
+    if Path(model).is_dir():
+        log.info("checking the files of %s", model)
+
     from workers.engine.interface import ModelRefused
     from workers.model.files import DEFAULT_REVISION, ModelFiles
     from workers.model.folder_check import check_folder
     from workers.model.model_path import check_on_hub, check_place
 
     try:
+        check_place(model)
+        check_on_hub(model)
         if engine == "own":
             check_folder(ModelFiles(model, DEFAULT_REVISION))
-        else:
-            check_place(model)
-            check_on_hub(model)
     except ModelRefused as exc:
         raise UsageError(f"--model: {exc}") from exc
 

@@ -67,6 +67,7 @@ def load_model(
     path, revision = options.model_path, options.revision or DEFAULT_REVISION
     if (folder := read_folder(path, revision)) is not None:
         return _load_pooling(folder, options, progress)
+    progress(f"reading configuration and tokenizer of {path}")
     config = read_config(path, revision)
     tokenizer = read_tokenizer(
         path,
@@ -89,7 +90,7 @@ def load_model(
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
-        decoder = load_decoder(path, config, dtype, device, revision)
+        decoder = load_decoder(path, config, dtype, device, revision, progress=progress)
         if num_fixed := fix_rope(decoder, max_model_len):
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder
@@ -186,6 +187,7 @@ def _runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner | Se
         )
         return paged
     use_own_attention(loaded.decoder)
+    progress("trying one sequence at a time")
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")
     return runner

@@ -60,6 +60,7 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner
     runner = _right_runner(loaded, progress)
     if (card := loaded.measured) is not None:
         _fill(runner, loaded, card, progress)
+    progress("preparing the memory of the KV cache")
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:
         num_bytes = use_huge_pages(runner.cache.storages.values())
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
@@ -88,6 +89,7 @@ def _exchanged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelR
     if backend.layout is None:
         record(runner, decoder, config, ())
         return runner
+    progress("choosing this processor's fastest products and modules")
     exchange = Exchange(decoder, shapes, runner.cache, backend.kernels, backend.layout)
     candidates = exchange.candidates()
     untouched = record(runner, decoder, config, candidates)
@@ -129,6 +131,7 @@ def _untouched_runner(
         device=loaded.device,
         kernels=backend.kernels,
     )
+    progress("comparing a batch with transformers' own attention")
     check_parity(decoder, runner, loaded.config, loaded.device)
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
     return runner, backend, names

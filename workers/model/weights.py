@@ -1,6 +1,7 @@
 """Reads a model's weights: safetensors only, all of them, and no code of the model."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +22,7 @@ from workers.model.transformers_compat import (
 
 # An embedding is made of the tokens' vectors, not of what BERT's pooler makes of the first.
 _UNUSED_LAYERS = ("pooler.",)
+_TELL_EVERY_S = 2.0
 _HEADLESS = "; it was saved as {}, without the head that gives the next token"
 
 
@@ -34,14 +36,17 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     revision: str = DEFAULT_REVISION,
+    *,
+    progress: Callable[[str], None],
 ) -> nn.Module:
     """The frozen decoder, with our attention if the family supports it. Raises ModelRefused."""
     arguments = {"config": config, "dtype": dtype, "revision": revision}
     try:
-        return _read(path, device, arguments | {"attn_implementation": ATTENTION_NAME})
+        ours = {"attn_implementation": ATTENTION_NAME}
+        return _read(path, device, arguments | ours, progress)
     except _OwnAttentionTable:
         forget_attention(config)
-        return _read(path, device, arguments)
+        return _read(path, device, arguments, progress)
 
 
 def load_pooling_model(
@@ -51,11 +56,13 @@ def load_pooling_model(
     dtype: torch.dtype,
     device: torch.device,
     revision: str = DEFAULT_REVISION,
+    *,
+    progress: Callable[[str], None],
 ) -> Any:
     """A frozen prefill-only model (a PreTrainedModel) with transformers' attention, which
     `share_attention` exchanges for ours. Raises ModelRefused."""
     arguments = {"config": config, "dtype": dtype, "revision": revision}
-    return _read(path, device, arguments, auto_class, unused=_UNUSED_LAYERS)
+    return _read(path, device, arguments, progress, auto_class, unused=_UNUSED_LAYERS)
 
 
 def share_attention(model: Any) -> bool:
@@ -83,12 +90,22 @@ def _read(
     path: str,
     device: torch.device,
     arguments: Mapping[str, Any],
+    progress: Callable[[str], None],
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
 ) -> nn.Module:
     """A frozen model. `unused`: beginnings of names of weights that checkpoints need not have."""
     register_attention()
+
+    def tell(
+        make_bar: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        if named.get("desc") == "Loading weights" and isinstance(arguments[0], Collection):
+            return told_items(arguments[0], "read {} of {} weights", progress)
+        return make_bar(*arguments, **named)
+
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    previous = transformers_logging.set_tqdm_hook(tell)
     try:
         loaded: Any = auto_class.from_pretrained(
             path,
@@ -105,10 +122,27 @@ def _read(
         if exc.args == (ATTENTION_NAME,):
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
     model, info = loaded
     _check_weights(path, info, unused, architecture_of(arguments["config"]))
     frozen: nn.Module = model.to(device).eval().requires_grad_(False)
     return frozen
+
+
+def told_items(
+    items: Collection[Any],
+    text: str,
+    progress: Callable[[str], None],
+    clock_s: Callable[[], float] = time.monotonic,
+) -> Iterator[Any]:
+    """Yields the items, and tells every few seconds how many of how many are done."""
+    told_s = clock_s()
+    for num_done, item in enumerate(items):
+        if clock_s() - told_s >= _TELL_EVERY_S:
+            told_s = clock_s()
+            progress(text.format(num_done, len(items)))
+        yield item
 
 
 def _check_weights(

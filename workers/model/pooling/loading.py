@@ -65,7 +65,13 @@ def load_runner(
     of config.json and the weights. Raises ModelRefused."""
     revision = found.files.revision
     whole = load_pooling_model(
-        _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
+        _AUTO_CLASSES[found.task],
+        path,
+        config,
+        place.dtype,
+        place.device,
+        revision,
+        progress=progress,
     )
     weight_bytes = sum(tensor.nbytes for tensor in chain(whole.parameters(), whole.buffers()))
     model = whole if found.task == "feature-extraction" else getattr(whole, whole.base_model_prefix)
@@ -76,6 +82,7 @@ def load_runner(
     uses_types = _uses_types(model, config, fast)
     trial = Trial(model, config, place.device, place.dtype, longest, uses_types=uses_types)
     expected = trial.alone_logits(whole) if isinstance(found.steps[0], ClassifierStep) else None
+    progress("trying several texts in one step")
     encoder = trial.choose_encoder(progress)
     heads = Heads(found, whole, model)
     if expected is not None:
