@@ -161,10 +161,11 @@ def check_model(model: str, engine: str) -> None:
     from workers.model.model_path import check_on_hub, check_place
 
     try:
-        check_place(model)
-        check_on_hub(model)
         if engine == "own":
             check_folder(ModelFiles(model, DEFAULT_REVISION))
+        else:
+            check_place(model)
+            check_on_hub(model)
     except ModelRefused as exc:
         raise UsageError(f"--model: {exc}") from exc
 

@@ -38,7 +38,7 @@ def read_config(
     """Returns the configuration of a model that we can serve: a decoder, or if `pools`, any that
     takes one text. Raises ModelRefused."""
     check_checkpoint(ModelFiles(model_path, revision))
-    config = _parse(model_path, revision)
+    config = parse_config(model_path, revision)
     _check_kind(model_path, config, pools=pools)
     _check_sizes(model_path, config)
     return config
@@ -47,10 +47,6 @@ def read_config(
 def parse_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
     """The configuration of any model that transformers knows. Raises ModelRefused."""
     check_config(ModelFiles(model_path, revision))
-    return _parse(model_path, revision)
-
-
-def _parse(model_path: str, revision: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model_path, revision=revision, trust_remote_code=False

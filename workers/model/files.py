@@ -56,8 +56,8 @@ class ModelFiles:
 
     def _unknown(self, name: str, exc: Exception) -> ModelRefused:
         return ModelRefused(
-            f"there is no folder {self.model_path}, and the Hugging Face Hub does not tell whether "
-            f"such a model has {name} (unknown, private, or out of reach): "
+            f"there is no folder {self.model_path}, and the Hugging Face Hub gives no such model "
+            f"or revision (unknown, private, or out of reach), nor tells whether it has {name}: "
             + str(exc).strip().partition("\n")[0]
         )
 

@@ -17,7 +17,6 @@ from workers.engine.interface import ModelRefused
 from workers.model.files import ModelFiles
 from workers.model.model_path import check_on_hub, check_place
 from workers.model.model_types_compat import knows_model_type
-from workers.model.pooling.folder import read_folder
 from workers.model.weight_headers import INDEX, check_weights
 
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
@@ -27,14 +26,7 @@ _JSON_FILES = (
 )
 # Methods of quantised checkpoints that vLLM reads on a GPU.
 _VLLM_METHODS = (
-    "awq",
-    "gptq",
-    "fp8",
-    "compressed-tensors",
-    "mxfp4",
-    "modelopt",
-    "quark",
-    "torchao",
+    *("awq", "gptq", "fp8", "compressed-tensors", "mxfp4", "modelopt", "quark", "torchao"),
 )
 _ROTARY_NUMBERS = ("factor", "original_max_position_embeddings")
 _MAX_ROTARY = 2**31 - 1
@@ -72,12 +64,10 @@ def check_config(files: ModelFiles) -> dict[str, Any]:
             f"{path} brings its own code (auto_map in config.json); "
             "batchway never runs code that comes with a model"
         )
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ModelRefused(f"config.json of {path} has no model_type, which names the family")
+    model_type = str(raw.get("model_type"))
     if not knows_model_type(model_type):
         raise ModelRefused(
-            f"config.json of {path} has the model_type {model_type[:100]!r}, which transformers "
+            f"config.json of {path} has the model_type {model_type[:100]}, which transformers "
             f"{version('transformers')} does not know; a newer release may"
         )
     _check_rotary(path, raw)
@@ -124,8 +114,7 @@ def refuse_encoder_decoder(model_path: str, is_encoder_decoder: Any) -> None:
 def _check_quantisation(files: ModelFiles, raw: Mapping[str, Any]) -> None:
     if (method := _quantization_of(files, raw)) is None:
         return
-    pools = read_folder(files.model_path, files.revision) is not None
-    is_known = not pools and method.startswith(_VLLM_METHODS)
+    is_known = method.startswith(_VLLM_METHODS) and files.find("modules.json") is None
     raise ModelRefused(
         f"the weights of {files.model_path} are quantised ({method}), which batchway's own engine "
         f"does not read: {'serve it by --engine vllm on a GPU, or ' if is_known else ''}take "
@@ -174,19 +163,17 @@ def _check_tokenizer(files: ModelFiles) -> None:
     refuse_tokenizer_code(files)
     if (fast := files.find("tokenizer.json")) is not None:
         try:
-            size = Tokenizer.from_file(str(fast)).get_vocab_size()
+            Tokenizer.from_file(str(fast))
         except Exception as exc:  # tokenizers raises no narrower one
             files.read_json("tokenizer.json")  # tells what is no JSON
             raise ModelRefused(
                 f"tokenizer.json of {path} is no tokenizer that tokenizers {version('tokenizers')} "
                 "reads; a newer release may"
             ) from exc
-        if size == 0:
-            raise ModelRefused(f"tokenizer.json of {path} has no tokens")
     elif not any(_OF_TOKENIZER.search(file.name) for file in files.folder.iterdir()):
         raise ModelRefused(f"{path} has no tokenizer: none of {TOKENIZER_FILES}")
     for where, template in _templates(files):
-        template_variables(where, checked_template(where, template))
+        template_variables(where, template)
 
 
 def refuse_tokenizer_code(files: ModelFiles) -> None:
@@ -198,39 +185,27 @@ def refuse_tokenizer_code(files: ModelFiles) -> None:
 
 
 def _templates(files: ModelFiles) -> Iterator[tuple[str, Any]]:
-    """The templates of a folder that chats use, and where they are: those of the files, else of the
-    configuration. Raises ModelRefused."""
-    names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
-    has_file = False
-    for name in names:
-        if (file := files.find(name)) is not None:
-            has_file, where = True, f"{name} of {files.model_path}"
-            try:
-                yield where, file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as exc:
-                raise ModelRefused(f"{where} is no UTF-8") from exc
-    configured = files.read_object("tokenizer_config.json").get("chat_template")
-    if has_file or configured is None:
+    """The templates of a folder that chats use, with where they are."""
+    if (file := files.find("chat_template.jinja")) is not None:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        yield f"chat_template.jinja of {files.model_path}", text
         return
-    named = configured if isinstance(configured, list) else [{"template": configured}]
-    for each in named:
-        if isinstance(each, dict) and each.get("name", "default") in ("default", "tool_use"):
-            where = f"chat_template in tokenizer_config.json of {files.model_path}"
+    found = files.read_object("tokenizer_config.json").get("chat_template")
+    for each in found if isinstance(found, list) else [{"name": "default", "template": found}]:
+        if isinstance(each, dict) and each.get("name") in ("default", "tool_use"):
+            where = f"the chat_template in tokenizer_config.json of {files.model_path}"
             yield where, each.get("template")
 
 
-def checked_template(where: str, template: Any) -> str:
-    """The template, if it is a text of limited length. Raises ModelRefused."""
+def template_variables(where: str, template: Any) -> set[str]:
+    """The variables that a template reads beyond those of every chat; none without a template.
+    Raises ModelRefused if it is no text, too long, or does not compile."""
+    if template is None:
+        return set()
     if not isinstance(template, str):
         raise ModelRefused(f"{where} is no text")
     if len(template) > _MAX_TEMPLATE_CHARS:
         raise ModelRefused(f"{where} has {len(template)} characters, over {_MAX_TEMPLATE_CHARS}")
-    return template
-
-
-def template_variables(where: str, template: str) -> set[str]:
-    """The variables that a template reads beyond those of every chat. Raises ModelRefused if it
-    does not compile."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     try:
         parsed = environment.parse(_GENERATION.sub("", template))

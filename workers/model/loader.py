@@ -46,7 +46,7 @@ from workers.model.sequential import (
     measure_state,
 )
 from workers.model.tokenizer import read_tokenizer
-from workers.model.weights import load_decoder, use_own_attention
+from workers.model.weights import load_decoder, told_weights, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model"]
 
@@ -90,7 +90,8 @@ def load_model(
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
-        decoder = load_decoder(path, config, dtype, device, revision, progress=progress)
+        with told_weights(progress):
+            decoder = load_decoder(path, config, dtype, device, revision)
         if num_fixed := fix_rope(decoder, max_model_len):
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder

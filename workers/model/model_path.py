@@ -7,10 +7,6 @@ import math
 from itertools import chain
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import RemoteEntryNotFoundError
-from safetensors import SafetensorError
-
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION, ModelFiles
 from workers.model.weight_headers import read_shapes, weight_files
@@ -116,20 +112,11 @@ def check_on_hub(model_path: str, revision: str = DEFAULT_REVISION) -> None:
     """Fetches the configuration of a Hub model, or finds it in the cache; refuses unknown
     models.
     """
-    if Path(model_path).expanduser().is_dir():
-        return
-    try:
-        hf_hub_download(model_path, "config.json", revision=revision)
-    except RemoteEntryNotFoundError as exc:
+    if ModelFiles(model_path, revision).find("config.json") is None:
         raise ModelRefused(
             f"{model_path} has no config.json outside of sub-folders: it is no model, or an "
             "adapter, a pipeline, or in another format such as GGUF"
-        ) from exc
-    except (OSError, ValueError) as exc:
-        raise ModelRefused(
-            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model or "
-            f"revision (unknown, private, or out of reach): {str(exc).strip().splitlines()[0]}"
-        ) from exc
+        )
 
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -142,8 +129,8 @@ def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu
     if not files.is_local:
         return 0
     try:
-        shapes = [read_shapes(files.folder / name).values() for name in weight_files(files)]
-    except (OSError, SafetensorError, ModelRefused):
+        shapes = [read_shapes(files, name).values() for name in weight_files(files)]
+    except (OSError, ModelRefused):
         return 0  # the loader says what is wrong
     num_parameters = sum(map(math.prod, chain.from_iterable(shapes)))
     if quantization == "int8":

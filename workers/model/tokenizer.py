@@ -16,7 +16,6 @@ from workers.model.checkpoint import DEFAULT_REVISION, first_line
 from workers.model.files import ModelFiles
 from workers.model.folder_check import (
     TOKENIZER_FILES,
-    checked_template,
     refuse_tokenizer_code,
     template_variables,
 )
@@ -43,7 +42,7 @@ def read_tokenizer(
         for name, token in tokenizer.special_tokens_map.items()
         if name.endswith("_token")
     }
-    template, tool_template = _templates(tokenizer, model_path)
+    template, tool_template = _templates(tokenizer)
     files = TokenizerFiles(
         tokenizer_json=tokenizer.backend_tokenizer.to_str(),
         chat_template=template,
@@ -74,18 +73,12 @@ def _load(model_path: str, revision: str) -> Any:
     return tokenizer
 
 
-def _templates(tokenizer: Any, model_path: str) -> tuple[str | None, str | None]:
-    """Returns the default template, and the one for chats with tools if it is another.
-
-    Raises ModelRefused.
-    """
+def _templates(tokenizer: Any) -> tuple[str | None, str | None]:
+    """Returns the default template, and the one for chats with tools if it is another."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         templates = {"default": templates}
     default, tool_use = templates.get("default"), templates.get("tool_use")
-    for template in (default, tool_use):
-        if template is not None:
-            checked_template(f"the chat template of {model_path}", template)
     if default is None:
         return tool_use, None
     return default, None if tool_use == default else tool_use
@@ -96,7 +89,7 @@ def _variables(
 ) -> tuple[str, ...]:
     """The variables that templates read beyond those of every chat. Raises ModelRefused."""
     found: set[str] = set()
-    for source in filter(None, (template, tool_template)):
+    for source in (template, tool_template):
         found |= template_variables(f"the chat template of {model_path}", source)
     return tuple(sorted(found - set(special))[:_MAX_VARIABLES])
 

@@ -4,7 +4,6 @@ with its index and its configuration. Imports no torch."""
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -15,16 +14,16 @@ from workers.model.files import ModelFiles
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
-# Families whose layers are all alike and have the matrices below; others may differ by layer.
-_UNIFORM = {
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "granite"),
-    *("olmo2", "olmo3", "smollm3", "seed_oss"),
-}
-_OWN_HEAD_DIM = ("llama", "mistral", "qwen2")  # hidden_size / num_attention_heads without one
-# The last parts of a matrix's name: the sizes whose products are its rows and columns.
+# The last two parts of a matrix's name: the sizes whose products are its rows and its columns.
 _HEADS, _KV_HEADS = ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim")
 _HIDDEN, _INTERMEDIATE = ("hidden_size",), ("intermediate_size",)
-_SHAPES = {
+_SIDES = ("rows", "columns")
+_OF_VOCABULARY = (
+    *("model.embed_tokens", "language_model.embed_tokens", "decoder.embed_tokens", "lm_head"),
+    *("wte", "transformer.wte", "gpt_neox.embed_in", "embeddings.word_embeddings"),
+)
+_SHAPES: dict[str, tuple[tuple[str, ...], ...]] = dict.fromkeys(_OF_VOCABULARY, (("vocab_size",),))
+_SHAPES_IF_UNIFORM = {
     "self_attn.q_proj": (_HEADS, _HIDDEN),
     "self_attn.k_proj": (_KV_HEADS, _HIDDEN),
     "self_attn.v_proj": (_KV_HEADS, _HIDDEN),
@@ -32,11 +31,11 @@ _SHAPES = {
     "mlp.gate_proj": (_INTERMEDIATE, _HIDDEN),
     "mlp.up_proj": (_INTERMEDIATE, _HIDDEN),
     "mlp.down_proj": (_HIDDEN, _INTERMEDIATE),
-    "model.embed_tokens": (("vocab_size",), _HIDDEN),
-    "lm_head": (("vocab_size",), _HIDDEN),
 }
-_EMBEDDING = re.compile(
-    r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$"
+# Families whose layers are all alike. Of others only what has the vocabulary's size is compared.
+_UNIFORM = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "granite"),
+    *("olmo2", "olmo3", "smollm3", "seed_oss"),
 )
 
 
@@ -47,7 +46,7 @@ def check_weights(files: ModelFiles, raw: Mapping[str, Any], text: Mapping[str, 
     path, config = files.model_path, {**raw, **text}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in weight_files(files):
-        shapes |= _shapes_in(files, name)
+        shapes |= read_shapes(files, name)
     indexed = {} if files.find(_SINGLE) else files.read_object(INDEX)["weight_map"]
     if missing := sorted(indexed.keys() - shapes.keys()):
         raise ModelRefused(
@@ -58,12 +57,17 @@ def check_weights(files: ModelFiles, raw: Mapping[str, Any], text: Mapping[str, 
     num_layers = config.get("num_hidden_layers")
     if layers and isinstance(num_layers, int) and max(layers) + 1 < num_layers:
         raise ModelRefused(
-            f"config.json of {path} has num_hidden_layers {num_layers}, but the weights are those "
-            f"of {max(layers) + 1} layers"
+            f"config.json of {path} has num_hidden_layers {num_layers}, but the weights of layer "
+            f"{max(layers) + 1} are missing"
         )
-    if not text and raw["model_type"] in _UNIFORM:
-        _check_uniform(path, raw, shapes)
-    _check_vocabulary(path, config, shapes)
+    known = _SHAPES | (_SHAPES_IF_UNIFORM if not text and raw["model_type"] in _UNIFORM else {})
+    for name, shape in shapes.items():
+        matrix = ".".join(name.removesuffix(".weight").split(".")[-2:])
+        for side, num, factors in zip(_SIDES, shape, known.get(matrix, ()), strict=False):
+            sizes: list[Any] = [config.get(factor) for factor in factors]
+            if all(type(size) is int for size in sizes) and num != math.prod(sizes):
+                said = " and ".join(map("{} {}".format, factors, sizes))
+                raise ModelRefused(f"{name} of {path} has {num} {side}, but config.json has {said}")
 
 
 def weight_files(files: ModelFiles) -> list[str]:
@@ -89,51 +93,15 @@ def weight_files(files: ModelFiles) -> list[str]:
     return named
 
 
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors' shapes by their names. Raises SafetensorError for a cut or damaged file."""
-    with safe_open(file, framework="np") as opened:
-        names = opened.keys()
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-
-
-def _shapes_in(files: ModelFiles, name: str) -> dict[str, tuple[int, ...]]:
+def read_shapes(files: ModelFiles, name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors by their names. Raises ModelRefused if it is damaged."""
     file = files.folder / name
     try:
-        return read_shapes(file)
+        with safe_open(file, framework="np") as opened:
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except SafetensorError as exc:
         raise ModelRefused(
             f"{name} of {files.model_path} is cut or damaged: its {file.stat().st_size} bytes are "
             "not what its header describes; download it again"
         ) from exc
-
-
-def _check_uniform(
-    path: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    sizes = {name: size for name, size in config.items() if type(size) is int}
-    if config["model_type"] in _OWN_HEAD_DIM and _HEADS[0] in sizes and "hidden_size" in sizes:
-        sizes.setdefault("head_dim", sizes["hidden_size"] // max(1, sizes[_HEADS[0]]))
-    for name, shape in shapes.items():
-        matrix = next((end for end in _SHAPES if name.endswith(f"{end}.weight")), None)
-        used = [each for part in _SHAPES[matrix] for each in part] if matrix else []
-        if not matrix or len(shape) != 2 or not sizes.keys() >= set(used):
-            continue
-        expected = [math.prod(sizes[each] for each in part) for part in _SHAPES[matrix]]
-        if list(shape) != expected:
-            said = ", ".join(f"{each} {sizes[each]}" for each in used)
-            raise ModelRefused(
-                f"{name} of {path} has the shape {list(shape)}, but config.json ({said}) makes it "
-                f"{expected}"
-            )
-
-
-def _check_vocabulary(
-    path: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    found = [(name, shape) for name, shape in shapes.items() if _EMBEDDING.search(name)]
-    size = config.get("vocab_size")
-    if type(size) is int and found and all(shape[:1] != (size,) for _, shape in found):
-        name, shape = found[0]
-        raise ModelRefused(
-            f"{name} of {path} has the shape {list(shape)}, but config.json has vocab_size {size}"
-        )

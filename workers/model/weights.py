@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,17 +37,14 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     revision: str = DEFAULT_REVISION,
-    *,
-    progress: Callable[[str], None],
 ) -> nn.Module:
     """The frozen decoder, with our attention if the family supports it. Raises ModelRefused."""
     arguments = {"config": config, "dtype": dtype, "revision": revision}
     try:
-        ours = {"attn_implementation": ATTENTION_NAME}
-        return _read(path, device, arguments | ours, progress)
+        return _read(path, device, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:
         forget_attention(config)
-        return _read(path, device, arguments, progress)
+        return _read(path, device, arguments)
 
 
 def load_pooling_model(
@@ -56,13 +54,36 @@ def load_pooling_model(
     dtype: torch.dtype,
     device: torch.device,
     revision: str = DEFAULT_REVISION,
-    *,
-    progress: Callable[[str], None],
 ) -> Any:
     """A frozen prefill-only model (a PreTrainedModel) with transformers' attention, which
     `share_attention` exchanges for ours. Raises ModelRefused."""
     arguments = {"config": config, "dtype": dtype, "revision": revision}
-    return _read(path, device, arguments, progress, auto_class, unused=_UNUSED_LAYERS)
+    return _read(path, device, arguments, auto_class, unused=_UNUSED_LAYERS)
+
+
+@contextmanager
+def told_weights(progress: Callable[[str], None]) -> Iterator[None]:
+    """Within it a load tells every few seconds how many weights are read."""
+
+    def bar(make: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if named.get("desc") != "Loading weights":
+            return make(*arguments, **named)
+        return _told(arguments[0], progress)
+
+    previous = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _told(weights: Collection[Any], progress: Callable[[str], None]) -> Iterator[Any]:
+    told_s = time.monotonic()
+    for num_read, weight in enumerate(weights):
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            told_s = time.monotonic()
+            progress(f"read {num_read} of {len(weights)} weights")
+        yield weight
 
 
 def share_attention(model: Any) -> bool:
@@ -90,22 +111,12 @@ def _read(
     path: str,
     device: torch.device,
     arguments: Mapping[str, Any],
-    progress: Callable[[str], None],
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
 ) -> nn.Module:
     """A frozen model. `unused`: beginnings of names of weights that checkpoints need not have."""
     register_attention()
-
-    def tell(
-        make_bar: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
-        if named.get("desc") == "Loading weights" and isinstance(arguments[0], Collection):
-            return told_items(arguments[0], "read {} of {} weights", progress)
-        return make_bar(*arguments, **named)
-
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    previous = transformers_logging.set_tqdm_hook(tell)
     try:
         loaded: Any = auto_class.from_pretrained(
             path,
@@ -122,41 +133,23 @@ def _read(
         if exc.args == (ATTENTION_NAME,):
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
     model, info = loaded
     _check_weights(path, info, unused, architecture_of(arguments["config"]))
     frozen: nn.Module = model.to(device).eval().requires_grad_(False)
     return frozen
 
 
-def told_items(
-    items: Collection[Any],
-    text: str,
-    progress: Callable[[str], None],
-    clock_s: Callable[[], float] = time.monotonic,
-) -> Iterator[Any]:
-    """Yields the items, and tells every few seconds how many of how many are done."""
-    told_s = clock_s()
-    for num_done, item in enumerate(items):
-        if clock_s() - told_s >= _TELL_EVERY_S:
-            told_s = clock_s()
-            progress(text.format(num_done, len(items)))
-        yield item
-
-
 def _check_weights(
     path: str, info: Mapping[str, Any], unused: tuple[str, ...], architecture: str
 ) -> None:
     """Refuses incomplete checkpoints: transformers would fill in random numbers."""
-    found = {kind: list(info.get(f"{kind}_keys") or ()) for kind in ("missing", "mismatched")}
-    shapes = {str(name): (list(own), list(wanted)) for name, own, wanted in found["mismatched"]}
-    for kind, names in (("missing", map(str, found["missing"])), ("mismatched", shapes)):
-        if wrong := sorted(name for name in names if not name.startswith(unused or ("\0",))):
-            own, wanted = shapes.get(wrong[0], ((), ()))
+    shapes = {name: (own, wanted) for name, own, wanted in info.get("mismatched_keys") or ()}
+    for kind, found in (("missing", info.get("missing_keys") or ()), ("mismatched", shapes)):
+        if names := sorted(name for name in found if not name.startswith(unused or ("\0",))):
+            own, wanted = map(list, shapes.get(names[0], ((), ())))
             raise ModelRefused(
-                f"the weights of {path} do not fit its configuration: {len(wrong)} {kind}, for "
-                f"example {wrong[0]}"
-                + (f" of the shape {own}, which config.json makes {wanted}" if own else "")
+                f"the weights of {path} do not fit its configuration: {len(names)} {kind}, for "
+                f"example {names[0]}"
+                + (f" of the shape {own}, where config.json makes it {wanted}" if own else "")
                 + (_HEADLESS.format(architecture) if architecture.endswith("Model") else "")
             )
