@@ -57,8 +57,8 @@ class ModelFiles:
     def _unknown(self, name: str, exc: Exception) -> ModelRefused:
         return ModelRefused(
             f"there is no folder {self.model_path}, and the Hugging Face Hub gives no such model "
-            f"or revision (unknown, private, or out of reach), nor tells whether it has {name}: "
-            + str(exc).strip().partition("\n")[0]
+            f"or revision (unknown, private, or out of reach), nor tells whether such a "
+            f"model has {name}: " + str(exc).strip().partition("\n")[0]
         )
 
     def read_json(self, name: str) -> Any:

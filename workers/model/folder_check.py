@@ -17,6 +17,7 @@ from workers.engine.interface import ModelRefused
 from workers.model.files import ModelFiles
 from workers.model.model_path import check_on_hub, check_place
 from workers.model.model_types_compat import knows_model_type
+from workers.model.pooling.folder import read_folder
 from workers.model.weight_headers import INDEX, check_weights
 
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
@@ -37,6 +38,7 @@ def check_folder(files: ModelFiles) -> None:
     only config.json is read. Raises ModelRefused."""
     check_checkpoint(files)
     if files.is_local:
+        read_folder(files.model_path)
         _check_tokenizer(files)
 
 

@@ -268,11 +268,18 @@ _OF_KIND: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
     "a transposed matrix": ("sharded", transpose, ("layers.1.mlp.down_proj.weight", "96 rows")),
     "no index": ("sharded", remove(_INDEX), ("neither model.safetensors nor", _INDEX)),
     "an empty index": ("sharded", write(_INDEX, "{}"), (_INDEX, "has no weight_map")),
+    "modules with code": (
+        "single",
+        write("modules.json", '[{"type": "m.M", "path": ""}]'),
+        ("modules.json",),
+    ),
     "a damaged index": ("sharded", cut(_INDEX), (_INDEX, "cannot be read as JSON")),
 }
-CASES = {f"{kind}, {name}": (kind, *each) for name, each in MISTAKES.items() for kind in KINDS} | {
-    f"{kind}, {name}": (kind, *each) for name, (kind, *each) in _OF_KIND.items()
-}
+CASES = {
+    f"{kind}, {name}": (kind, change, words)
+    for name, (change, words) in MISTAKES.items()
+    for kind in KINDS
+} | {f"{kind}, {name}": (kind, change, words) for name, (kind, change, words) in _OF_KIND.items()}
 
 # Each folder in three ways; prints what is said, and whether torch was imported for it.
 _PROGRAM = """
@@ -400,7 +407,7 @@ def test_headers_with_other_values_are_refused_or_harmless(seed: int, tmp_path: 
         value = json.loads((folder / name).read_text())
         for _ in range(10):
             key = rng.choice(sorted(value))
-            others = (None, -1, 2**70, 1.5, "x", [], {}, [{}], {"x": None}, True)
+            others: tuple[Any, ...] = (None, -1, 2**70, 1.5, "x", [], {}, [{}], {"x": None}, True)
             changed = value | {key: rng.choice(others)}
             (folder / name).write_text(json.dumps(changed))
             assert "\n" not in sentence_of(folder)
