@@ -248,9 +248,9 @@ def _say_where(host: str, port: int) -> None:
 
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
-    log.info("starting a worker of %s", options.model)
     opts.choose_gpu(options)
     choose_engine(options)
+    log.info("starting a worker of %s", options.model)
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""
     if takes_jobs:
