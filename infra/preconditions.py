@@ -156,13 +156,12 @@ def check_model(model: str, engine: str) -> None:
         log.info("checking the files of %s", model)
 
     from workers.engine.interface import ModelRefused
-    from workers.model.files import DEFAULT_REVISION, ModelFiles
     from workers.model.folder_check import check_folder
     from workers.model.model_path import check_on_hub, check_place
 
     try:
         if engine == "own":
-            check_folder(ModelFiles(model, DEFAULT_REVISION))
+            check_folder(model)
         else:
             check_place(model)
             check_on_hub(model)

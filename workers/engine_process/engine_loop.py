@@ -213,10 +213,9 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
     """Loads a real model; imports torch only here, and only for files that are in order. Raises
     ModelRefused."""
     progress(f"checking the files of {options.model_path}")
-    from workers.model.files import DEFAULT_REVISION, ModelFiles
     from workers.model.folder_check import check_folder
 
-    check_folder(ModelFiles(options.model_path, options.revision or DEFAULT_REVISION))
+    check_folder(options.model_path, options.revision)
     progress("importing torch and transformers")
     from workers.model.loader import load_model
 

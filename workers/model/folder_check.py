@@ -14,7 +14,7 @@ from jinja2 import meta
 from tokenizers import Tokenizer
 
 from workers.engine.interface import ModelRefused
-from workers.model.files import ModelFiles
+from workers.model.files import DEFAULT_REVISION, ModelFiles
 from workers.model.model_path import check_on_hub, check_place
 from workers.model.model_types_compat import knows_model_type
 from workers.model.pooling.folder import read_folder
@@ -33,12 +33,13 @@ _ROTARY_NUMBERS = ("factor", "original_max_position_embeddings")
 _MAX_ROTARY = 2**31 - 1
 
 
-def check_folder(files: ModelFiles) -> None:
+def check_folder(model_path: str, revision: str | None = None) -> None:
     """Refuses a model that batchway's own engine cannot serve, by its files. Of a model of the Hub
     only config.json is read. Raises ModelRefused."""
+    files = ModelFiles(model_path, revision or DEFAULT_REVISION)
     check_checkpoint(files)
     if files.is_local:
-        read_folder(files.model_path)
+        read_folder(model_path)
         _check_tokenizer(files)
 
 
@@ -61,11 +62,7 @@ def check_config(files: ModelFiles) -> dict[str, Any]:
     for name in _JSON_FILES if files.is_local else ():
         files.read_object(name)
     raw = files.read_object("config.json")
-    if "auto_map" in raw:
-        raise ModelRefused(
-            f"{path} brings its own code (auto_map in config.json); "
-            "batchway never runs code that comes with a model"
-        )
+    refuse_own_code(files, "config.json")
     model_type = str(raw.get("model_type"))
     if not knows_model_type(model_type):
         raise ModelRefused(
@@ -162,7 +159,7 @@ def _check_tokenizer(files: ModelFiles) -> None:
     """Refuses a tokenizer with code of its own, a missing or damaged one, and templates that do not
     compile."""
     path = files.model_path
-    refuse_tokenizer_code(files)
+    refuse_own_code(files, "tokenizer_config.json")
     if (fast := files.find("tokenizer.json")) is not None:
         try:
             Tokenizer.from_file(str(fast))
@@ -178,11 +175,11 @@ def _check_tokenizer(files: ModelFiles) -> None:
         template_variables(where, template)
 
 
-def refuse_tokenizer_code(files: ModelFiles) -> None:
-    if "auto_map" in files.read_object("tokenizer_config.json"):
+def refuse_own_code(files: ModelFiles, name: str) -> None:
+    if "auto_map" in files.read_object(name):
         raise ModelRefused(
-            f"the tokenizer of {files.model_path} brings its own code (auto_map in "
-            "tokenizer_config.json); batchway never runs code that comes with a model"
+            f"{files.model_path} brings its own code (auto_map in {name}); batchway never runs "
+            "code that comes with a model"
         )
 
 

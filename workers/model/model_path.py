@@ -2,8 +2,8 @@
 weights are. Imports no torch and no transformers, so that commands can check quickly; the loader
 reads the files."""
 
-import json
 import math
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from workers.model.weight_headers import read_shapes, weight_files
 _ADAPTER_FILE = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
-_MAX_ADAPTER_BYTES = 2**20
 # Weights that are none in safetensors, by their names, and what they are.
 _OTHER_WEIGHTS = {
     "*.gguf": "weights in GGUF format, llama.cpp's, which batchway does not read",
@@ -94,12 +93,8 @@ def _instead_of_config(path: Path) -> str:
 def _adapter_refusal(model_path: str, file: Path) -> str:
     """The refusal of an adapter. `file`: its configuration, which names its base model."""
     base = None
-    if file.stat().st_size <= _MAX_ADAPTER_BYTES:
-        try:
-            found = json.loads(file.read_bytes())
-            base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
-        except (ValueError, RecursionError):
-            pass
+    with suppress(ModelRefused):  # it cannot be read
+        base = ModelFiles(model_path, "").read_object(file.name).get("base_model_name_or_path")
     of = f"of {base[:200]} " if isinstance(base, str) and base.isprintable() else ""
     return (
         f"{model_path} is an adapter {of}and no whole model: merge both with peft "

@@ -16,7 +16,7 @@ from workers.model.checkpoint import DEFAULT_REVISION, first_line
 from workers.model.files import ModelFiles
 from workers.model.folder_check import (
     TOKENIZER_FILES,
-    refuse_tokenizer_code,
+    refuse_own_code,
     template_variables,
 )
 from workers.model.output_formats import ShownChats, find_calls, find_reasoning, why_unknown
@@ -60,7 +60,7 @@ def read_tokenizer(
 
 
 def _load(model_path: str, revision: str) -> Any:
-    refuse_tokenizer_code(ModelFiles(model_path, revision))
+    refuse_own_code(ModelFiles(model_path, revision), "tokenizer_config.json")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, revision=revision, trust_remote_code=False

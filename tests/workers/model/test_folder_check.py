@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from tests.tiny_models import edit_json, save_tokenizer
 from tests.workers.model.loading import load
 from workers.engine.interface import ModelRefused
-from workers.model.files import ModelFiles
 from workers.model.folder_check import check_folder
 
 _SIZES = {
@@ -288,13 +287,12 @@ from infra.cli import main
 from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_loop import load_torch_model
 from workers.ipc.messages import EngineOptions
-from workers.model.files import ModelFiles
 from workers.model.folder_check import check_folder
 
 for folder in sys.argv[1:]:
     said = []
     for check in (
-        lambda: check_folder(ModelFiles(folder, "main")),
+        lambda: check_folder(folder),
         lambda: load_torch_model(EngineOptions(model_path=folder), lambda text: None),
     ):
         try:
@@ -369,7 +367,7 @@ def test_what_passes_is_loaded(kind: str, folders: dict[str, Path], tmp_path: Pa
 def sentence_of(folder: Path) -> str:
     """The refusal; empty without one."""
     try:
-        check_folder(ModelFiles(str(folder), "main"))
+        check_folder(str(folder))
     except ModelRefused as refusal:
         return str(refusal)
     return ""
