@@ -6,6 +6,7 @@ Refuses only what could not be served: where the files do not tell, the loader d
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -186,8 +187,10 @@ def refuse_own_code(files: ModelFiles, name: str) -> None:
 def _templates(files: ModelFiles) -> Iterator[tuple[str, Any]]:
     """The templates of a folder that chats use, with where they are."""
     if (file := files.find("chat_template.jinja")) is not None:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        yield f"chat_template.jinja of {files.model_path}", text
+        template: Any = file.read_bytes()
+        with suppress(UnicodeDecodeError):  # it is no text
+            template = template.decode()
+        yield f"chat_template.jinja of {files.model_path}", template
         return
     found = files.read_object("tokenizer_config.json").get("chat_template")
     for each in found if isinstance(found, list) else [{"name": "default", "template": found}]:

@@ -103,9 +103,9 @@ def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
     return change
 
 
-def write(name: str, text: str) -> Callable[[Path], None]:
+def write(name: str, text: str, encoding: str = "utf-8") -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding)
 
     return change
 
@@ -222,6 +222,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "template": (
         write("chat_template.jinja", "\n{% for m in messages %}{{ m.content }"),
         ("chat_template.jinja", "does not compile", "in line 2"),
+    ),
+    "template in no UTF-8": (
+        write("chat_template.jinja", "ä", encoding="latin-1"),
+        ("chat_template.jinja", "is no text"),
     ),
     "filter of a template": (
         write("chat_template.jinja", "{{ messages | no_such_filter }}"),
