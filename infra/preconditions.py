@@ -158,10 +158,12 @@ def check_model(model: str, engine: str) -> None:
     from workers.engine.interface import ModelRefused
     from workers.model.folder_check import check_folder
     from workers.model.model_path import check_on_hub, check_place
+    from workers.model.pooling.folder import read_folder
 
     try:
         if engine == "own":
             check_folder(model)
+            read_folder(model)
         else:
             check_place(model)
             check_on_hub(model)

@@ -214,8 +214,10 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
     ModelRefused."""
     progress(f"checking the files of {options.model_path}")
     from workers.model.folder_check import check_folder
+    from workers.model.pooling.folder import read_folder
 
     check_folder(options.model_path, options.revision)
+    read_folder(options.model_path, options.revision)
     progress("importing torch and transformers")
     from workers.model.loader import load_model
 

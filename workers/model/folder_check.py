@@ -18,7 +18,6 @@ from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION, ModelFiles
 from workers.model.model_path import check_on_hub, check_place
 from workers.model.model_types_compat import knows_model_type
-from workers.model.pooling.folder import read_folder
 from workers.model.weight_headers import INDEX, check_weights
 
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
@@ -40,7 +39,6 @@ def check_folder(model_path: str, revision: str | None = None) -> None:
     files = ModelFiles(model_path, revision or DEFAULT_REVISION)
     check_checkpoint(files)
     if files.is_local:
-        read_folder(model_path)
         _check_tokenizer(files)
 
 

@@ -292,11 +292,12 @@ from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_loop import load_torch_model
 from workers.ipc.messages import EngineOptions
 from workers.model.folder_check import check_folder
+from workers.model.pooling.folder import read_folder
 
 for folder in sys.argv[1:]:
     said = []
     for check in (
-        lambda: check_folder(folder),
+        lambda: (check_folder(folder), read_folder(folder)),
         lambda: load_torch_model(EngineOptions(model_path=folder), lambda text: None),
     ):
         try:
