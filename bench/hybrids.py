@@ -107,9 +107,8 @@ def save(name: str, folder: Path) -> int:
     """Saves the random model; returns its number of parameters."""
     model_type, sizes = SHAPES[name]
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **_COMMON, **sizes)
-    )
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(model_type, **_COMMON, **sizes))
     model.save_pretrained(folder)
     save_tokenizer(folder, VOCAB_SIZE)
     return sum(each.numel() for each in model.parameters())
@@ -172,7 +171,8 @@ def main() -> None:
 
 def _alone(folder: str, options: EngineOptions) -> SequentialRunner:
     """The same model as it is served if its sequences cannot share a batch."""
-    decoder: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    auto: Any = AutoModelForCausalLM
+    decoder = auto.from_pretrained(folder).eval()
     use_own_attention(decoder)
     device = torch.device("cpu")
     return SequentialRunner(

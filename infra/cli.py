@@ -40,6 +40,8 @@ from workers.engine.interface import ModelRefused
 if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
 
+log = logging.getLogger("batchway")
+
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
@@ -251,6 +253,7 @@ def _worker(options: argparse.Namespace) -> int:
     if options.engine_module is None:
         make_folder(options)
     choose_engine(options)
+    log.info("starting a worker of %s", options.model)
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""
     if takes_jobs:

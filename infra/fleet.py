@@ -64,8 +64,9 @@ def fleet_of(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
 def _fleet_of_one(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
     if options.engine_module is None:
         make_folder(options)
-        check_model(options.model)
     choose_engine(options)
+    if options.engine_module is None:
+        check_model(options.model, options.engine)
     options.lanes = opts.WORKER_DEFAULTS.lanes
     name = opts.served_name(options)
     entry = FleetEntry(
@@ -154,18 +155,19 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
     options = parser.parse_args(words, inherited)
     if options.model == opts.DEMO_NAME and not Path(opts.DEMO_NAME).is_dir():
         options.model = str(demo_model_path())
-    if options.engine_module is None:
-        try:
-            make_folder(options)
-            check_model(options.model)
-        except UsageError as exc:
-            raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
     try:
+        if options.engine_module is None:
+            make_folder(options)
         choose_engine(options)
         served_name = opts.served_name(options)
         candidate = entry_candidate(options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
         raise UsageError(f"{where}: {exc}") from exc
+    if options.engine_module is None:
+        try:
+            check_model(options.model, options.engine)
+        except UsageError as exc:
+            raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
     return FleetEntry(
         where=where,
         served_model_name=served_name,

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
@@ -22,6 +23,8 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
+
+log = logging.getLogger("batchway")
 
 _NOTE = "up.json"
 
@@ -161,14 +164,24 @@ def make_folder(options: argparse.Namespace) -> None:
         options.model = folder
 
 
-def check_model(model: str) -> None:
-    """Raises UsageError if the model is not found."""
+def check_model(model: str, engine: str) -> None:
+    """Raises UsageError if there is no such model, or batchway's own engine cannot serve it by its
+    files; vLLM checks its own."""
+    if Path(model).is_dir():
+        log.info("checking the files of %s", model)
+
     from workers.engine.interface import ModelRefused
+    from workers.model.folder_check import check_folder
     from workers.model.model_path import check_on_hub, check_place
+    from workers.model.pooling.folder import read_folder
 
     try:
-        check_place(model)
-        check_on_hub(model)
+        if engine == "own":
+            check_folder(model)
+            read_folder(model)
+        else:
+            check_place(model)
+            check_on_hub(model)
     except ModelRefused as exc:
         raise UsageError(f"--model: {exc}") from exc
 

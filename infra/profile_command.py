@@ -39,6 +39,9 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     check_extra("worker")
+    from workers.model.folder_check import check_folder
+
+    check_folder(options.model)
     opts.choose_gpu(options)
     make_folder(options)
     # Imported by name: the command line itself must not load torch.

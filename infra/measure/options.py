@@ -156,6 +156,9 @@ def run_compare(options: argparse.Namespace) -> int:
     check_extra("worker")
     if options.png is not None:
         check_extra("bench")
+    from workers.model.folder_check import check_folder
+
+    check_folder(options.model)
     return _run("compare", options)
 
 

@@ -88,6 +88,7 @@ class CostedModel:
 
     eos_token_ids = frozenset({_EOS.token_id})
     shares_blocks = True
+    num_state_slots = 0
 
     def __init__(
         self,

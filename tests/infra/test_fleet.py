@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from infra import fleet
+from infra.demo_model import demo_model_path
 from infra.fleet import (
     FleetEntry,
     fleet_of,
@@ -162,11 +164,9 @@ def test_a_name_stands_for_one_model_and_its_lanes(tmp_path: Path, tiny_folder: 
 
 @pytest.fixture
 def tiny_folder(tmp_path: Path) -> Path:
-    """What looks like a model's folder."""
+    """Another model's folder."""
     folder = tmp_path / "tiny"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
+    shutil.copytree(demo_model_path(), folder)
     return folder
 
 

@@ -210,7 +210,15 @@ def start_own(load: Load) -> Start:
 
 
 def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
-    """Loads a real model; imports torch only here. Raises ModelRefused."""
+    """Loads a real model; imports torch only here, and only for files that are in order. Raises
+    ModelRefused."""
+    progress(f"checking the files of {options.model_path}")
+    from workers.model.folder_check import check_folder
+    from workers.model.pooling.folder import read_folder
+
+    check_folder(options.model_path, options.revision)
+    read_folder(options.model_path, options.revision)
+    progress("importing torch and transformers")
     from workers.model.loader import load_model
 
     loaded = load_model(options, progress)

@@ -1,8 +1,6 @@
-"""Checks a checkpoint's configuration files before weights are read. Runs none of its code."""
+"""Checks a checkpoint's configuration, as transformers reads it, before weights are read. Runs none
+of its code. What needs no torch is in `folder_check`."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -15,14 +13,9 @@ from transformers import (
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION as DEFAULT_REVISION
 from workers.model.files import ModelFiles
-from workers.model.model_path import check_place
-from workers.model.rope import of_each_layer, scaled_length
+from workers.model.folder_check import check_checkpoint, check_config, refuse_encoder_decoder
+from workers.model.rope import scaled_length
 
-# Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
-_JSON_FILES = (
-    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.json", "model.safetensors.index.json"),
-)
 # Minimum sizes, by transformers' names. Without attention there are no heads.
 _LEAST_SIZES = {
     "vocab_size": 1,
@@ -37,19 +30,6 @@ _LEAST_SIZES = {
 _MAX_LAYERS = 1_000
 _MAX_COUNT = 2**16  # of heads, experts and other num_… fields
 _MAX_SIZE = 2**31 - 1
-_INDEX = "model.safetensors.index.json"
-# Methods of quantised checkpoints that vLLM reads on a GPU.
-_VLLM_METHODS = (
-    "awq",
-    "gptq",
-    "fp8",
-    "compressed-tensors",
-    "mxfp4",
-    "modelopt",
-    "quark",
-    "torchao",
-)
-_ROTARY_NUMBERS = ("factor", "original_max_position_embeddings")
 # Configuration keys of the trained number of positions.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -59,8 +39,8 @@ def read_config(
 ) -> PretrainedConfig:
     """Returns the configuration of a model that we can serve: a decoder, or if `pools`, any that
     takes one text. Raises ModelRefused."""
+    check_checkpoint(ModelFiles(model_path, revision))
     config = parse_config(model_path, revision)
-    _check_weight_files(model_path)
     _check_kind(model_path, config, pools=pools)
     _check_sizes(model_path, config)
     return config
@@ -68,15 +48,7 @@ def read_config(
 
 def parse_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
     """The configuration of any model that transformers knows. Raises ModelRefused."""
-    check_place(model_path)
-    _check_files(model_path)
-    raw = _read_raw_config(model_path, revision)
-    if "auto_map" in raw:
-        raise ModelRefused(
-            f"{model_path} brings its own code (auto_map in config.json); "
-            "batchway never runs code that comes with a model"
-        )
-    _check_rotary(model_path, raw)
+    check_config(ModelFiles(model_path, revision))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
@@ -87,16 +59,6 @@ def parse_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretraine
             f"knows: {first_line(exc)}"
         ) from exc
     return config
-
-
-def _check_files(model_path: str) -> None:
-    """Refuses a local folder with a file that is not a JSON object of limited size and depth."""
-    if not Path(model_path).expanduser().is_dir():
-        return
-    files = ModelFiles(model_path, DEFAULT_REVISION)
-    for name in _JSON_FILES:
-        if files.find(name) is not None and not isinstance(files.read_json(name), dict):
-            raise ModelRefused(f"{name} of {model_path} is no JSON object")
 
 
 def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
@@ -128,75 +90,13 @@ def layer_configs(text: Any) -> list[Any]:
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
-def _check_rotary(model_path: str, raw: Mapping[str, Any]) -> None:
-    """Refuses numbers of rotary scaling with which transformers would fail oddly, or not at all."""
-    inner = raw.get("text_config")
-    for config in (raw, inner if isinstance(inner, dict) else {}):
-        for parameters in map(config.get, ("rope_scaling", "rope_parameters")):
-            for each in of_each_layer(parameters):
-                for name in _ROTARY_NUMBERS:
-                    number = each.get(name)
-                    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-                    if number is not None and not (is_number and 0 < number <= _MAX_SIZE):
-                        raise ModelRefused(
-                            f"config.json of {model_path} has the rotary {name} {number!r}; it is "
-                            "a number over 0"
-                        )
-
-
-def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
-    """config.json before any class interprets it."""
-    try:
-        raw, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
-    except (OSError, ValueError) as exc:
-        if Path(model_path).expanduser().is_dir():
-            raise ModelRefused(f"config.json of {model_path} cannot be read as JSON") from exc
-        raise ModelRefused(
-            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model or "
-            f"revision (unknown, private, or out of reach): {first_line(exc)}"
-        ) from exc
-    assert isinstance(raw, dict)
-    return raw
-
-
-def _check_weight_files(model_path: str) -> None:
-    """Refuses a local folder whose weights are not all there, or not where transformers looks."""
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir() or (folder / "model.safetensors").is_file():
-        return
-    if not (folder / _INDEX).is_file():
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-        raise ModelRefused(
-            f"{model_path} holds {names[0]}, but neither model.safetensors nor {_INDEX}, by which "
-            "weights are found"
-        )
-    shards = json.loads((folder / _INDEX).read_bytes()).get("weight_map")
-    named = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-    if missing := sorted(name for name in named if not (folder / name).is_file()):
-        raise ModelRefused(
-            f"{model_path} lacks {len(missing)} of the {len(named)} files of weights that {_INDEX} "
-            f"names, for example {missing[0]}: it is not fully downloaded"
-        )
-
-
 def _check_kind(model_path: str, config: PretrainedConfig, *, pools: bool) -> None:
-    """Refuses a model that neither generates nor pools, and quantised weights."""
-    if config.is_encoder_decoder:
-        raise ModelRefused(
-            f"{model_path} is an encoder-decoder; batchway serves decoders, and encoders for "
-            "embeddings and classes"
-        )
+    """Refuses a model that neither generates nor pools."""
+    refuse_encoder_decoder(model_path, config.is_encoder_decoder)
     if pools and not hasattr(config.get_text_config(), "vocab_size"):
         raise ModelRefused(f"{model_path} is a {architecture_of(config)}, which takes no text")
     if not pools:
         _check_generates(model_path, config)
-    if (method := _quantization_of(model_path, config)) is not None:
-        is_known = not pools and method.startswith(_VLLM_METHODS)
-        raise ModelRefused(
-            f"the weights of {model_path} are quantised ({method}), which batchway's own engine "
-            f"does not read: {'serve it by --engine vllm on a GPU, or ' if is_known else ''}take "
-            "the checkpoint in bfloat16 (on a CPU --quantization int8 makes it smaller at load)"
-        )
 
 
 def _check_generates(model_path: str, config: PretrainedConfig) -> None:
@@ -236,22 +136,6 @@ def _has_text_head(architecture: str) -> bool:
     LlamaForTokenClassification. A model without a head may share it with its embedding."""
     _, is_for, task = architecture.partition("For")
     return not is_for or "LM" in task or "Generation" in task
-
-
-def _quantization_of(model_path: str, config: PretrainedConfig) -> str | None:
-    """The method by which the checkpoint's weights are quantised."""
-    for each in (config, config.get_text_config()):
-        found = getattr(each, "quantization_config", None)
-        if isinstance(found, dict) and found:
-            is_bitsandbytes = any(name.startswith("load_in_") for name in found)
-            named = found.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown")
-            return str(named)
-        if isinstance(getattr(each, "quantization", None), dict):
-            return "MLX"
-    for name, method in (("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")):
-        if (Path(model_path).expanduser() / name).is_file():
-            return method
-    return None
 
 
 def context_length(config: PretrainedConfig) -> int | None:

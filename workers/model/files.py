@@ -17,6 +17,12 @@ class ModelFiles:
     def __init__(self, model_path: str, revision: str) -> None:
         self.model_path = model_path
         self.revision = revision
+        self.folder = Path(model_path).expanduser()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `folder` holds the model; else the Hub does."""
+        return self.folder.is_dir()
 
     def find(self, name: str) -> Path | None:
         """The file of that name, fetched if the model is on the Hub; None if it has none. Raises
@@ -24,9 +30,8 @@ class ModelFiles:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelRefused(f"modules.json of {self.model_path} names a path outside the model")
-        folder = Path(self.model_path).expanduser()
-        if folder.is_dir():
-            file = folder / path
+        if self.is_local:
+            file = self.folder / path
             return file if file.is_file() else None
         try:
             return Path(hf_hub_download(self.model_path, str(path), revision=self.revision))
@@ -51,9 +56,9 @@ class ModelFiles:
 
     def _unknown(self, name: str, exc: Exception) -> ModelRefused:
         return ModelRefused(
-            f"there is no folder {self.model_path}, and the Hugging Face Hub does not tell whether "
-            f"such a model has {name} (unknown, private, or out of reach): "
-            + str(exc).strip().partition("\n")[0]
+            f"there is no folder {self.model_path}, and the Hugging Face Hub gives no such model "
+            f"or revision (unknown, private, or out of reach), nor tells whether such a "
+            f"model has {name}: " + str(exc).strip().partition("\n")[0]
         )
 
     def read_json(self, name: str) -> Any:
@@ -74,7 +79,7 @@ class ModelFiles:
     def read_object(self, name: str) -> dict[str, Any]:
         """As `read_json`, for a JSON object; empty without the file. Raises ModelRefused."""
         value = self.read_json(name)
-        if value is None:
+        if value is None and self.find(name) is None:
             return {}
         if not isinstance(value, dict):
             raise ModelRefused(f"{name} of {self.model_path} is no JSON object")

@@ -48,7 +48,7 @@ from workers.model.sequential import (
     measure_state,
 )
 from workers.model.tokenizer import read_tokenizer
-from workers.model.weights import load_decoder, use_own_attention
+from workers.model.weights import load_decoder, told_weights, use_own_attention
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def _load(
     path, revision = options.model_path, options.revision or DEFAULT_REVISION
     if (folder := read_folder(path, revision)) is not None:
         return _load_pooling(folder, options, progress)
+    progress(f"reading configuration and tokenizer of {path}")
     config = read_config(path, revision)
     tokenizer = read_tokenizer(
         path,
@@ -105,7 +106,8 @@ def _load(
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
-        decoder = load_decoder(path, config, dtype, device, revision)
+        with told_weights(progress):
+            decoder = load_decoder(path, config, dtype, device, revision)
         if num_fixed := fix_rope(decoder, max_model_len):
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder
@@ -202,6 +204,7 @@ def _runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner | Se
         )
         return paged
     use_own_attention(loaded.decoder)
+    progress("trying one sequence at a time")
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")
     return runner

@@ -2,22 +2,18 @@
 weights are. Imports no torch and no transformers, so that commands can check quickly; the loader
 reads the files."""
 
-import json
+import math
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
-from huggingface_hub import get_local_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import (
-    NotASafetensorsRepoError,
-    RemoteEntryNotFoundError,
-    SafetensorsParsingError,
-)
-
 from workers.engine.interface import ModelRefused
+from workers.model.files import DEFAULT_REVISION, ModelFiles
+from workers.model.weight_headers import read_shapes, weight_files
 
 _ADAPTER_FILE = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
-_MAX_ADAPTER_BYTES = 2**20
 # Weights that are none in safetensors, by their names, and what they are.
 _OTHER_WEIGHTS = {
     "*.gguf": "weights in GGUF format, of which `--model FILE.gguf` makes a folder",
@@ -97,12 +93,8 @@ def _instead_of_config(path: Path) -> str:
 def _adapter_refusal(model_path: str, file: Path) -> str:
     """The refusal of an adapter. `file`: its configuration, which names its base model."""
     base = None
-    if file.stat().st_size <= _MAX_ADAPTER_BYTES:
-        try:
-            found = json.loads(file.read_bytes())
-            base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
-        except (ValueError, RecursionError):
-            pass
+    with suppress(ModelRefused):  # it cannot be read
+        base = ModelFiles(model_path, "").read_object(file.name).get("base_model_name_or_path")
     of = f"of {base[:200]} " if isinstance(base, str) and base.isprintable() else ""
     return (
         f"{model_path} is an adapter {of}and no whole model: merge both with peft "
@@ -111,44 +103,31 @@ def _adapter_refusal(model_path: str, file: Path) -> str:
     )
 
 
-def check_on_hub(model_path: str) -> None:
+def check_on_hub(model_path: str, revision: str = DEFAULT_REVISION) -> None:
     """Fetches the configuration of a Hub model, or finds it in the cache; refuses unknown
     models.
     """
-    if Path(model_path).expanduser().is_dir():
-        return
-    try:
-        hf_hub_download(model_path, "config.json")
-    except RemoteEntryNotFoundError as exc:
+    if ModelFiles(model_path, revision).find("config.json") is None:
         raise ModelRefused(
             f"{model_path} has no config.json outside of sub-folders: it is no model, or an "
             "adapter, a pipeline, or in another format; of GGUF, download a file and give its path"
-        ) from exc
-    except (OSError, ValueError) as exc:
-        raise ModelRefused(
-            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "
-            f"(unknown, private, or out of reach): {str(exc).strip().splitlines()[0]}"
-        ) from exc
+        )
 
 
-_MOST_PER_BYTE = 2  # parameters of the smallest type
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu: bool) -> int:
     """Bytes that the weights of a folder take at least, once loaded as `dtype` (auto: float32 on a
     CPU, a half type on a GPU); 0 if unknown, as for a model of the Hub."""
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
+    files = ModelFiles(model_path, DEFAULT_REVISION)
+    if not files.is_local:
         return 0
     try:
-        metadata = get_local_safetensors_metadata(folder)
-        num_stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    except (OSError, RecursionError, NotASafetensorsRepoError, SafetensorsParsingError):
+        shapes = [read_shapes(files, name).values() for name in weight_files(files)]
+    except (OSError, ModelRefused):
         return 0  # the loader says what is wrong
-    num_parameters = sum(metadata.parameter_count.values())
-    if num_parameters > _MOST_PER_BYTE * num_stored:
-        return 0  # a damaged header
+    num_parameters = sum(map(math.prod, chain.from_iterable(shapes)))
     if quantization == "int8":
         return num_parameters
     return num_parameters * _BYTES.get(dtype, 2 if on_gpu else 4)

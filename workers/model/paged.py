@@ -63,6 +63,7 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner
     runner = _right_runner(loaded, progress)
     if (card := loaded.measured) is not None:
         _fill(runner, loaded, card, progress)
+    progress("preparing the memory of the KV cache")
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:
         num_bytes = use_huge_pages(runner.cache.storages.values())
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
@@ -91,6 +92,7 @@ def _exchanged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelR
     if backend.layout is None:
         record(runner, decoder, config, ())
         return runner
+    progress("choosing this processor's fastest products and modules")
     exchange = Exchange(decoder, shapes, runner.cache, backend.kernels, backend.layout)
     candidates = exchange.candidates()
     untouched = record(runner, decoder, config, candidates)
@@ -135,6 +137,7 @@ def _untouched_runner(
         kernels=backend.kernels,
         states=states,
     )
+    progress("comparing a batch with transformers' own attention")
     check_parity(decoder, runner, loaded.config, loaded.device)
     if states is not None:
         check_states(decoder, runner, loaded.config, loaded.device)

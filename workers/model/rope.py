@@ -5,27 +5,19 @@ scaling, so a sequence's tokens would depend on its neighbours. Here both are fi
 longest sequence that this engine runs.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from workers.model.folder_check import of_each_layer
 from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
 # A name that modeling_rope_utils.dynamic_rope_update ignores.
 _FIXED = "fixed"
 # Kinds without scaling, or whose scaling `max_position_embeddings` includes.
 _INCLUDED = ("default", "su", "longrope", "llama3")
-
-
-def of_each_layer(parameters: Any) -> list[Mapping[str, Any]]:
-    """The rotary parameters of each kind of layer that has its own, or those of all layers."""
-    if not isinstance(parameters, Mapping):
-        return []
-    by_layer = [each for each in parameters.values() if isinstance(each, Mapping)]
-    return by_layer or [parameters]
 
 
 def scaled_length(text: PretrainedConfig, num_positions: int) -> int:

@@ -2,13 +2,10 @@
 the wrong package."""
 
 import logging
-import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import jinja2
-from jinja2 import meta
 from msgspec.structs import replace
 from transformers import AutoTokenizer
 
@@ -16,19 +13,17 @@ from contract.codec import encode_tokenizer
 from contract.model_cards import TokenizerFiles
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.files import ModelFiles
+from workers.model.folder_check import (
+    TOKENIZER_FILES,
+    refuse_own_code,
+    template_variables,
+)
 from workers.model.output_formats import ShownChats, find_calls, find_reasoning, why_unknown
-from workers.model.transformers_compat import get_tokenizer_config
 
 log = logging.getLogger("batchway.engine")
 
-_MAX_TEMPLATE_CHARS = 2**20
 _MAX_VARIABLES = 256
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag
-# Variables that every chat's template gets, and functions that it may call.
-_COMMON = {
-    *("messages", "tools", "documents", "add_generation_prompt"),
-    *("dict", "namespace", "raise_exception", "range", "strftime_now"),
-}
 
 
 def read_tokenizer(
@@ -47,7 +42,7 @@ def read_tokenizer(
         for name, token in tokenizer.special_tokens_map.items()
         if name.endswith("_token")
     }
-    template, tool_template = _templates(tokenizer, model_path)
+    template, tool_template = _templates(tokenizer)
     files = TokenizerFiles(
         tokenizer_json=tokenizer.backend_tokenizer.to_str(),
         chat_template=template,
@@ -65,17 +60,7 @@ def read_tokenizer(
 
 
 def _load(model_path: str, revision: str) -> Any:
-    try:
-        configuration = get_tokenizer_config(model_path, revision=revision)
-    except Exception as exc:  # transformers assumes a well-formed file
-        raise ModelRefused(
-            f"tokenizer_config.json of {model_path} cannot be read: {first_line(exc)}"
-        ) from exc
-    if "auto_map" in configuration:
-        raise ModelRefused(
-            f"the tokenizer of {model_path} brings its own code (auto_map in "
-            "tokenizer_config.json); batchway never runs code that comes with a model"
-        )
+    refuse_own_code(ModelFiles(model_path, revision), "tokenizer_config.json")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
@@ -88,23 +73,12 @@ def _load(model_path: str, revision: str) -> Any:
     return tokenizer
 
 
-def _templates(tokenizer: Any, model_path: str) -> tuple[str | None, str | None]:
-    """Returns the default template, and the one for chats with tools if it is another.
-
-    Raises ModelRefused.
-    """
+def _templates(tokenizer: Any) -> tuple[str | None, str | None]:
+    """Returns the default template, and the one for chats with tools if it is another."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         templates = {"default": templates}
     default, tool_use = templates.get("default"), templates.get("tool_use")
-    for template in (default, tool_use):
-        if template is not None and not isinstance(template, str):
-            raise ModelRefused(f"the chat template of {model_path} is no text")
-        if template is not None and len(template) > _MAX_TEMPLATE_CHARS:
-            raise ModelRefused(
-                f"the chat template of {model_path} has {len(template)} characters, over "
-                f"{_MAX_TEMPLATE_CHARS}"
-            )
     if default is None:
         return tool_use, None
     return default, None if tool_use == default else tool_use
@@ -114,17 +88,10 @@ def _variables(
     template: str | None, tool_template: str | None, special: Mapping[str, str], model_path: str
 ) -> tuple[str, ...]:
     """The variables that templates read beyond those of every chat. Raises ModelRefused."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     found: set[str] = set()
-    for source in filter(None, (template, tool_template)):
-        try:
-            parsed = environment.parse(_GENERATION.sub("", source))
-            found |= meta.find_undeclared_variables(parsed)
-        except (jinja2.TemplateError, RecursionError) as exc:
-            raise ModelRefused(
-                f"the chat template of {model_path} does not compile: {first_line(exc)}"
-            ) from exc
-    return tuple(sorted(found - _COMMON - set(special))[:_MAX_VARIABLES])
+    for source in (template, tool_template):
+        found |= template_variables(f"the chat template of {model_path}", source)
+    return tuple(sorted(found - set(special))[:_MAX_VARIABLES])
 
 
 def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> TokenizerFiles:
@@ -152,14 +119,13 @@ def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> Tokenize
 
 # Packages that read a tokenizer.model, by module.
 _FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-_FILES = "tokenizer.json, tokenizer.model, tekken.json, vocab.txt, or vocab.json with merges.txt"
 
 
 def tokenizer_refusal(model_path: str, exc: Exception) -> str:
     """One sentence for what `AutoTokenizer` has raised."""
     said = str(exc)
     if "Couldn't instantiate the backend tokenizer" in said:
-        return f"{model_path} has no tokenizer: none of {_FILES}"
+        return f"{model_path} has no tokenizer: none of {TOKENIZER_FILES}"
     if "tiktoken" in said:
         if missing := [name for module, name in _FOR_SENTENCEPIECE.items() if not _has(module)]:
             return _needs(model_path, "SentencePiece model", *missing)

@@ -1,8 +1,5 @@
 """What the worker uses of transformers beyond its documentation (transformers 5).
 
-- `get_tokenizer_config` reads tokenizer_config.json of a folder or of the hub. `AutoTokenizer`, the
-  documented way, has by then chosen a class already: a tokenizer with code of its own has to be
-  refused before.
 - `render_jinja_template` renders chats with messages as they are. What is documented leaves out
   what is null, and some templates show calls only beside content that is null.
 - `ROPE_INIT_FUNCTIONS` computes frequencies for a length; what is documented does so for the
@@ -33,7 +30,6 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions as EncoderOutput,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.chat_template_utils import render_jinja_template
 
 __all__ = [
@@ -43,7 +39,6 @@ __all__ = [
     "cache_of",
     "can_change_attention",
     "forget_attention",
-    "get_tokenizer_config",
     "has_kv",
     "has_state",
     "render_jinja_template",

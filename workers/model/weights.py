@@ -1,6 +1,8 @@
 """Reads a model's weights: safetensors only, all of them, and no code of the model."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +23,7 @@ from workers.model.transformers_compat import (
 
 # An embedding is made of the tokens' vectors, not of what BERT's pooler makes of the first.
 _UNUSED_LAYERS = ("pooler.",)
+_TELL_EVERY_S = 2.0
 _HEADLESS = "; it was saved as {}, without the head that gives the next token"
 
 
@@ -56,6 +59,31 @@ def load_pooling_model(
     `share_attention` exchanges for ours. Raises ModelRefused."""
     arguments = {"config": config, "dtype": dtype, "revision": revision}
     return _read(path, device, arguments, auto_class, unused=_UNUSED_LAYERS)
+
+
+@contextmanager
+def told_weights(progress: Callable[[str], None]) -> Iterator[None]:
+    """Within it a load tells every few seconds how many weights are read."""
+
+    def bar(make: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if named.get("desc") != "Loading weights":
+            return make(*arguments, **named)
+        return _told(arguments[0], progress)
+
+    previous = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _told(weights: Collection[Any], progress: Callable[[str], None]) -> Iterator[Any]:
+    told_s = time.monotonic()
+    for num_read, weight in enumerate(weights):
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            told_s = time.monotonic()
+            progress(f"read {num_read} of {len(weights)} weights")
+        yield weight
 
 
 def share_attention(model: Any) -> bool:
@@ -95,6 +123,7 @@ def _read(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name and shape
             **_placement(device),
             **arguments,
         )
@@ -114,11 +143,13 @@ def _check_weights(
     path: str, info: Mapping[str, Any], unused: tuple[str, ...], architecture: str
 ) -> None:
     """Refuses incomplete checkpoints: transformers would fill in random numbers."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        found = map(str, info.get(kind) or ())
+    shapes = {name: (own, wanted) for name, own, wanted in info.get("mismatched_keys") or ()}
+    for kind, found in (("missing", info.get("missing_keys") or ()), ("mismatched", shapes)):
         if names := sorted(name for name in found if not name.startswith(unused or ("\0",))):
+            own, wanted = map(list, shapes.get(names[0], ((), ())))
             raise ModelRefused(
-                f"the weights of {path} do not fit its configuration: "
-                f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"
+                f"the weights of {path} do not fit its configuration: {len(names)} {kind}, for "
+                f"example {names[0]}"
+                + (f" of the shape {own}, where config.json makes it {wanted}" if own else "")
                 + (_HEADLESS.format(architecture) if architecture.endswith("Model") else "")
             )

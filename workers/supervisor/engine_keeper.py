@@ -86,6 +86,7 @@ class EngineKeeper:
         while True:
             self._started_s = time.monotonic()
             self._progress.note()
+            log.info("starting the engine's process")
             client = await EngineClient.start(
                 self._settings.engine_module,
                 self._engine.options,

@@ -26,10 +26,10 @@ from workers.ipc.nodes import address_of
 from workers.lanes import lanes_of
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
 from workers.model.files import ModelFiles
+from workers.model.folder_check import of_each_layer
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.nvidia import visible_gpus
 from workers.model.pooling.folder import read_folder
-from workers.model.rope import of_each_layer
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
 from workers.vllm_engine.sampling import grammars_of, sampling_of

@@ -1,5 +1,6 @@
 """What the loader accepts, reports and refuses. Each refusal is one sentence for the operator."""
 
+import gc
 import struct
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests.tiny_models import (
@@ -16,9 +18,11 @@ from tests.tiny_models import (
     VOCAB_SIZE,
     edit_json,
     make_model,
+    save_tiny_model,
 )
 from tests.workers.model.conftest import paged, sequential
 from tests.workers.model.loading import load, refusal
+from workers.engine_process.engine_loop import load_torch_model
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
 from workers.model import loader, memory
@@ -280,6 +284,44 @@ def test_weights_with_a_damaged_header_are_refused(llama: Path, name: str) -> No
     file.write_bytes(HEADERS[name] or file.read_bytes()[:1000])
 
     assert "damaged" in refusal(llama)
+
+
+def test_a_shape_that_only_the_model_itself_shows_is_told_by_its_tensor(tmp_path: Path) -> None:
+    """Not in transformers' words about a setting that nobody made."""
+    folder = save_tiny_model("gpt2", tmp_path)
+    name = "transformer.h.1.mlp.c_fc.bias"
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: torch.zeros(7)}, folder / "model.safetensors", {"format": "pt"})
+
+    sentence = refusal(folder)
+
+    assert f"1 mismatched, for example {name} of the shape [7]" in sentence
+    assert f"config.json makes it {list(weights[name].shape)}" in sentence
+    assert "ignore_mismatched_sizes" not in sentence
+
+
+def test_a_load_tells_its_stages(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first one, before torch is imported; of the weights how many are read."""
+    monkeypatch.setattr("workers.model.weights._TELL_EVERY_S", 0)
+    lines: list[str] = []
+
+    load_torch_model(EngineOptions(model_path=str(saved_llama), device="cpu"), lines.append)
+    gc.unfreeze()
+
+    stages = (
+        f"checking the files of {saved_llama}",
+        "importing torch and transformers",
+        f"reading configuration and tokenizer of {saved_llama}",
+        f"loading {saved_llama} as float32",
+        "read 1 of 21 weights",
+        "comparing a batch",
+        "choosing this processor's fastest products",
+        "preparing the memory of the KV cache",
+        "KV cache of",
+    )
+    places = [[line.startswith(stage) for line in lines].index(True) for stage in stages]
+    assert places == sorted(places)
+    assert places[:2] == [0, 1]
 
 
 @pytest.mark.parametrize("template", [b"\xff\xfe", b"x" * (2**20 + 1)])

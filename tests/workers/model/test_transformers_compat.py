@@ -1,9 +1,14 @@
-"""transformers still provides what workers/model/transformers_compat.py uses."""
+"""transformers still provides what workers/model/transformers_compat.py and model_types_compat.py
+use.
+"""
 
+import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from tests.tiny_models import make_model
+from workers.model import model_types_compat
+from workers.model.model_types_compat import knows_model_type
 from workers.model.transformers_compat import (
     EncoderOutput,
     forget_attention,
@@ -37,3 +42,17 @@ def test_a_classifier_takes_an_encoder_s_output() -> None:
     output = EncoderOutput(last_hidden_state=hidden, pooler_output=pooled)
     assert output[1] is pooled
     assert output.past_key_values is None
+
+
+def test_the_types_in_the_source_are_those_of_the_registry() -> None:
+    """A type that only the registry had would be refused."""
+    known = [name for name in CONFIG_MAPPING if knows_model_type(name)]
+    assert known == list(CONFIG_MAPPING)
+    assert not knows_model_type("no_such_model")
+    assert not knows_model_type("LlamaConfig")
+
+
+def test_without_a_registry_any_type_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`AutoConfig` then decides."""
+    monkeypatch.setattr(model_types_compat, "_FILES", ("no_such_file.py",))
+    assert knows_model_type("no_such_model")

@@ -100,10 +100,10 @@ class PoolingFolder:
         return bool(self.steps) and isinstance(self.steps[-1], Normalize)
 
 
-def read_folder(model_path: str, revision: str = DEFAULT_REVISION) -> PoolingFolder | None:
+def read_folder(model_path: str, revision: str | None = None) -> PoolingFolder | None:
     """Reads a folder; None for a model that generates text. Raises ModelRefused."""
     check_place(model_path)
-    files = ModelFiles(model_path, revision)
+    files = ModelFiles(model_path, revision or DEFAULT_REVISION)
     modules = files.read_json("modules.json")
     if modules is not None:
         return _SavedModules(files, modules).read()

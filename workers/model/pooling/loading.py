@@ -28,7 +28,7 @@ from workers.model.pooling.folder import Activation, ClassifierStep, PoolingFold
 from workers.model.pooling.heads import Heads
 from workers.model.pooling.runner import PoolingRunner, Trial
 from workers.model.rope import fix_rope
-from workers.model.weights import load_pooling_model
+from workers.model.weights import load_pooling_model, told_weights
 
 # On a CPU larger steps are no faster, and others wait longer. The GPU's is a guess.
 CPU_STEP_TOKENS = 1024
@@ -64,9 +64,10 @@ def load_runner(
     """Returns the model as an engine runs it, its card, and the tokenizer files to publish. `path`:
     of config.json and the weights. Raises ModelRefused."""
     revision = found.files.revision
-    whole = load_pooling_model(
-        _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
-    )
+    with told_weights(progress):
+        whole = load_pooling_model(
+            _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
+        )
     weight_bytes = sum(tensor.nbytes for tensor in chain(whole.parameters(), whole.buffers()))
     model = whole if found.task == "feature-extraction" else getattr(whole, whole.base_model_prefix)
     fast = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -76,6 +77,7 @@ def load_runner(
     uses_types = _uses_types(model, config, fast)
     trial = Trial(model, config, place.device, place.dtype, longest, uses_types=uses_types)
     expected = trial.alone_logits(whole) if isinstance(found.steps[0], ClassifierStep) else None
+    progress("trying several texts in one step")
     encoder = trial.choose_encoder(progress)
     heads = Heads(found, whole, model)
     if expected is not None:

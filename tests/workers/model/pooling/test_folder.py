@@ -234,7 +234,7 @@ def test_a_transformer_in_a_sub_folder_is_refused(embedder: Path) -> None:
     (embedder / "config.json").unlink()
     assert "sub-folder" in refusal(embedder)
     with pytest.raises(UsageError, match="sub-folder"):
-        check_model(str(embedder))
+        check_model(str(embedder), "own")
 
 
 def test_pickled_dense_weights_are_refused(embedder: Path) -> None:
