@@ -41,9 +41,9 @@ def run_profile(options: argparse.Namespace) -> int:
     check_extra("worker")
     from workers.model.folder_check import check_folder
 
-    check_folder(options.model)
     opts.choose_gpu(options)
     make_folder(options)
+    check_folder(options.model)
     # Imported by name: the command line itself must not load torch.
     profiling: Any = importlib.import_module("workers.profiling")
     load = profiling.ProfiledLoad(options.streams, options.prompt_tokens)

@@ -31,7 +31,6 @@ from workers.engine.interface import ModelRefused
 from workers.engine.sequence import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
-from workers.model.gguf_cache import made_folder
 from workers.model.loader import load_model
 
 _GIB = 2**30
@@ -81,7 +80,7 @@ def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
 def _base_options(options: argparse.Namespace) -> EngineOptions:
     memory = options.kv_cache_gib and int(options.kv_cache_gib * _GIB)
     return EngineOptions(
-        model_path=made_folder(options.model, options.dtype),
+        model_path=options.model,
         dtype=options.dtype,
         kv_memory_bytes=memory,
         max_num_seqs=options.max_running,

@@ -157,7 +157,9 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.png is not None:
         check_extra("bench")
     from workers.model.folder_check import check_folder
+    from workers.model.gguf_cache import made_folder
 
+    options.model = made_folder(options.model, options.dtype)
     check_folder(options.model)
     return _run("compare", options)
 

@@ -114,12 +114,10 @@ def _check_call(call: AttentionCall) -> None:
 def probe_mixers(
     decoder: Any, config: PretrainedConfig, device: torch.device
 ) -> tuple[dict[nn.Module, Mixer], int]:
-    """See `find_mixers`. Raises CannotShareBatch, also for a model that does not run."""
+    """See `find_mixers`. Raises CannotShareBatch."""
     try:
         with own_attention_of(decoder):
             return find_mixers(decoder, config, probe_ids(config, _PROBE_LENGTHS[0], device))
-    except CannotShareBatch:
-        raise
     except Exception as exc:
         raise CannotShareBatch(
             f"{type(decoder).__name__} keeps its states in a cache of its own"

@@ -8,7 +8,6 @@ shows the slots of their sequences. The engine decides which sequence has which 
 import inspect
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from workers.engine.interface import Chunk
 from workers.engine.states import SequenceState
-from workers.model.attention.interface import STEP_KEYWORD, CannotShareBatch, RowSpan
+from workers.model.attention.interface import STEP_KEYWORD, RowSpan
 from workers.model.transformers_compat import STATE_NAMES, cache_of, has_kv, has_state, states_of
 
 
@@ -43,7 +42,7 @@ def find_mixers(
 ) -> tuple[dict[nn.Module, Mixer], int]:
     """The modules that keep a state of another kind than KV, and the number of layers with KV; no
     modules if there are none, or if this release of transformers keeps their states elsewhere. The
-    decoder has transformers' own attention. Raises CannotShareBatch."""
+    decoder has transformers' own attention. Raises what its forward raises."""
     name = _cache_name(decoder)
     try:
         cache = _NotingCache(config.get_text_config())
@@ -51,14 +50,15 @@ def find_mixers(
         return {}, 0
     if name is None or not any(map(has_state, cache.layers)):
         return {}, 0
-    with _noting_modules(decoder, cache):
-        decoder(input_ids=input_ids, use_cache=True, **{name: cache})
-    mixers = {}
-    for module, layer_idx in cache.users.items():
-        taken = _cache_name(module)
-        if taken is None:
-            raise CannotShareBatch(f"{type(module).__name__} takes no cache for its state")
-        mixers[module] = Mixer(layer_idx, taken, states_of(cache.layers[layer_idx]))
+    takers = {module: taken for module in decoder.modules() if (taken := _cache_name(module))}
+    handles = [module.register_forward_pre_hook(cache.begin) for module in takers]
+    decoder(input_ids=input_ids, use_cache=True, **{name: cache})
+    for handle in handles:
+        handle.remove()
+    mixers = {
+        module: Mixer(layer_idx, takers[module], states_of(cache.layers[layer_idx]))
+        for module, layer_idx in cache.users.items()
+    }
     return mixers, sum(map(has_kv, cache.layers))
 
 
@@ -68,38 +68,27 @@ def _cache_name(module: nn.Module) -> str | None:
 
 
 class _NotingCache(DynamicCache):
-    """Notes which module changes the state of which layer."""
+    """Notes which module changes the state of which layer: of those that take a cache, the one that
+    began last."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self.running: list[nn.Module] = []
         self.users: dict[nn.Module, int] = {}
+
+    def begin(self, module: nn.Module, _: Any) -> None:
+        self._begun = module
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any
     ) -> Tensor:
-        self.users[self.running[-1]] = layer_idx
+        self.users[self._begun] = layer_idx
         return super().update_conv_state(conv_states, layer_idx, state_idx, **more)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any
     ) -> Tensor:
-        self.users[self.running[-1]] = layer_idx
+        self.users[self._begun] = layer_idx
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)
-
-
-@contextmanager
-def _noting_modules(decoder: nn.Module, cache: _NotingCache) -> Iterator[None]:
-    """Keeps in `cache.running` which modules run, the innermost last."""
-    handles: list[Any] = []
-    for module in decoder.modules():
-        handles.append(module.register_forward_pre_hook(lambda m, _: cache.running.append(m)))
-        handles.append(module.register_forward_hook(lambda *_: cache.running.pop() and None))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Part(NamedTuple):
