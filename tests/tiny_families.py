@@ -311,12 +311,14 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Paged since transformers 5.24, before it sequential.
-PAGED_SINCE_5_24: dict[str, tuple[str, dict[str, Any]]] = {
+_PAGED_SINCE_5_24: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", _GPT2_NAMES | {"rotary_dim": 8}),
     "codegen": ("CodeGenConfig", _GPT2_NAMES | {"rotary_dim": 8}),
 }
 is_5_24 = Version(version("transformers")) >= Version("5.24")
-(PAGED if is_5_24 else SEQUENTIAL).update(PAGED_SINCE_5_24)
+# Sequential before it.
+BATCHED_SINCE_5_24 = _PAGED_SINCE_5_24.keys() | STATEFUL.keys()
+(PAGED if is_5_24 else SEQUENTIAL).update(_PAGED_SINCE_5_24)
 if not is_5_24:
     SEQUENTIAL |= STATEFUL
     STATEFUL = {}

@@ -127,7 +127,7 @@ def shape_of(runner: ModelRunner) -> DecoderShape:
     num_head, head_bytes = (0, 0) if head is None else _count([head], seen)
     modules = [m for m in decoder.modules() if not isinstance(m, nn.Embedding)]
     num_body, body_bytes = _count(modules, seen)
-    layers = runner.cache.calls
+    layers = list(runner.cache.layers.values())
     itemsize = layers[0].keys.dtype.itemsize
     elements = sum(layer.keys[0, 0].numel() + layer.values[0, 0].numel() for layer in layers)
     return DecoderShape(

@@ -8,7 +8,7 @@ decides which sequence owns a block.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +25,11 @@ from workers.model.native.kernels import Kernels
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """keys (num_blocks + 1, block_size, kv_heads, k_dim), values (…, v_dim); `later`: those of the
-    second call of a forward and of further ones."""
+    """keys (num_blocks + 1, block_size, kv_heads, k_dim), values (…, v_dim)."""
 
     shape: LayerShape
     keys: Tensor
     values: Tensor
-    later: "tuple[LayerCache, ...]" = ()
 
     @property
     def key_slots(self) -> Tensor:
@@ -69,10 +67,7 @@ class KVCache:
 
     def _allot(self, shapes: Mapping[nn.Module, LayerShape], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        sizes: Counter[tuple[int, int]] = Counter()
-        for shape in _kept(shapes.values()):
-            for size in shape.kv_sizes:
-                sizes[size] += shape.num_calls
+        sizes = Counter(size for shape in _kept(shapes.values()) for size in shape.kv_sizes)
         # (parts, num_blocks + 1, block_size, kv_heads, dim), by (kv_heads, dim). Uninitialised: the
         # system provides pages on the first write.
         self.storages = {
@@ -90,29 +85,21 @@ class KVCache:
             # Padding reads the scratch block before writing it; it must contain numbers.
             storage[:, num_blocks:].zero_()
         parts = {size: iter(storage) for size, storage in self.storages.items()}
-        kept: dict[Any, LayerCache] = {}
+        kept: dict[Any, tuple[Tensor, Tensor]] = {}
         for module, shape in shapes.items():
             group = module if shape.kv_group is None else shape.kv_group
             if group not in kept:
-                first, *later = (
-                    LayerCache(shape, *(next(parts[size]) for size in shape.kv_sizes))
-                    for _ in range(shape.num_calls)
-                )
-                kept[group] = replace(first, later=tuple(later))
-            self.layers[module] = replace(kept[group], shape=shape)
+                keys, values = (next(parts[size]) for size in shape.kv_sizes)
+                kept[group] = keys, values
+            self.layers[module] = LayerCache(shape, *kept[group])
 
     @property
     def scratch_block_id(self) -> int:
         return self.num_blocks
 
     @property
-    def calls(self) -> list[LayerCache]:
-        """One for each call of a layer in a forward."""
-        return [call for layer in self.layers.values() for call in (layer, *layer.later)]
-
-    @property
     def tensors(self) -> list[Tensor]:
-        return [part for call in self.calls for part in (call.keys, call.values)]
+        return [part for layer in self.layers.values() for part in (layer.keys, layer.values)]
 
     @property
     def num_bytes(self) -> int:
@@ -126,8 +113,7 @@ class KVCache:
 
 
 def token_bytes(shapes: Iterable[LayerShape], dtype: torch.dtype) -> int:
-    sizes = (s.num_calls * s.kv_heads * (s.k_dim + s.v_dim) for s in _kept(shapes))
-    return sum(sizes) * dtype.itemsize
+    return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in _kept(shapes)) * dtype.itemsize
 
 
 def _kept(shapes: Iterable[LayerShape]) -> Iterator[LayerShape]:
@@ -151,26 +137,16 @@ class PagedStep:
     ) -> None:
         """`slot_mapping` (T,): the cache slot of each flat token."""
         self._layers = cache.layers
-        self._num_calls: Counter[nn.Module] = Counter()  # of layers with several
         self.slot_mapping = slot_mapping
         self._kernels = kernels
         self.prepared = prepared
 
     def attend(self, call: AttentionCall) -> Tensor:
-        layer = self._layer(call.module)
+        layer = self._layers[call.module]
         keys, values = layer.key_slots, layer.value_slots
         keys.index_copy_(0, self.slot_mapping, call.key.to(keys.dtype))
         values.index_copy_(0, self.slot_mapping, call.value.to(values.dtype))
         return self.prepared.attend(call.query, keys, values, call.flags)
-
-    def _layer(self, module: nn.Module) -> LayerCache:
-        """The cache of this call of a layer."""
-        layer = self._layers[module]
-        if not layer.later:
-            return layer
-        number = self._num_calls[module]
-        self._num_calls[module] += 1
-        return layer.later[number - 1] if number else layer
 
     def turn_and_attend(
         self,
@@ -187,7 +163,7 @@ class PagedStep:
         qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary) -> (T, num_heads, dim).
         """
         assert self._kernels is not None
-        layer = self._layer(module)
+        layer = self._layers[module]
         keys, values = layer.key_slots, layer.value_slots
         self._kernels.rotate_and_keep(
             qkv, num_heads, cos, sin, norms, self.slot_mapping, keys, values

@@ -60,24 +60,12 @@ class ProbeStep:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See AttentionStep.attend. Raises CannotShareBatch for unsupported calls."""
-        _check_call(call)
-        self._note(call)
+        _check_call(call, is_again=call.module in self.shapes)
+        self.shapes[call.module] = replace(call.shape, kv_group=self._group(call))
         num_tokens = len(call.key)
         seen = causal_mask(0, num_tokens, 0, num_tokens, call.flags.window, call.query.device)
         query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
         return attend_dense(query, key, value, seen, call.flags)[0].transpose(0, 1)
-
-    def _note(self, call: AttentionCall) -> None:
-        known = self.shapes.get(call.module)
-        if known is None:
-            self.shapes[call.module] = replace(call.shape, kv_group=self._group(call))
-            return
-        num_calls = known.num_calls + 1
-        if replace(known, kv_group=None, num_calls=1) != call.shape:
-            name = type(call.module).__name__
-            raise CannotShareBatch(f"{name} attends {num_calls} times, in different ways")
-        # A group of its own: what is shared by one call may not be by another.
-        self.shapes[call.module] = replace(known, kv_group=None, num_calls=num_calls)
 
     def _group(self, call: AttentionCall) -> int:
         """The group of a layer: that of an earlier one which attends to the same tensors."""
@@ -96,7 +84,7 @@ def own_attention(name: str) -> str:
     )
 
 
-def _check_call(call: AttentionCall) -> None:
+def _check_call(call: AttentionCall, *, is_again: bool) -> None:
     name = type(call.module).__name__
     unknown = {
         key for key, value in call.extra.items() if value is not None and key not in _HARMLESS
@@ -108,6 +96,8 @@ def _check_call(call: AttentionCall) -> None:
         raise ModelRefused(f"{name} attends to something other than its own past")
     if call.has_mask:
         raise CannotShareBatch(f"{name} brings a mask of its own")
+    if is_again:
+        raise CannotShareBatch(f"{name} attends twice in one layer")
 
 
 @torch.inference_mode()
@@ -173,8 +163,7 @@ def _check_layers(step: ProbeStep, name: str, text: Any, num_layers: int | None)
     num_layers = num_layers or int(text.num_hidden_layers)
     if not step.shapes:
         raise CannotShareBatch(own_attention(name))
-    num_calls = sum(shape.num_calls for shape in step.shapes.values())
-    if num_layers not in (len(step.shapes), num_calls):
+    if len(step.shapes) != num_layers:
         raise CannotShareBatch(
             f"{len(step.shapes)} of the {num_layers} layers of {name} attend through "
             "transformers' attention interface"
@@ -185,9 +174,7 @@ def _check_layers(step: ProbeStep, name: str, text: Any, num_layers: int | None)
     num_windows *= num_layers // len(layers)
     if layer_types:
         num_windows = sum(kind == "sliding_attention" for kind in layer_types)
-    num_told = sum(
-        shape.num_calls for shape in step.shapes.values() if shape.flags.window is not None
-    )
+    num_told = sum(shape.flags.window is not None for shape in step.shapes.values())
     if num_told < num_windows:
         raise CannotShareBatch(
             f"{name} has {num_windows} layers with a sliding window but tells its attention of "

@@ -80,21 +80,6 @@ def test_layers_that_share_keys_and_values_keep_them_once(model_type: str, tmp_p
     assert cache.num_bytes < kept * 0.6
 
 
-@pytest.mark.parametrize(("model_type", "num_calls"), [("diffllama", 4), ("hrm_text", 16)])
-def test_each_call_of_a_layer_keeps_its_own_keys_and_values(
-    model_type: str, num_calls: int, tmp_path: Path
-) -> None:
-    """Of layers that run in a loop, or that attend twice; none lies where another does."""
-    random_model(tiny_config(type(AutoConfig.for_model(model_type)))).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-
-    cache = paged(load(tmp_path)).cache
-
-    assert len(cache.calls) == num_calls > len(cache.layers)
-    assert len({part.data_ptr() for part in cache.tensors}) == 2 * num_calls
-    assert cache.num_bytes == sum(part.nbytes for part in cache.tensors)
-
-
 @pytest.mark.parametrize(
     ("name", "size"),
     [("num_key_value_heads", 2**40), ("head_dim", -1), ("num_attention_heads", 2**20)],

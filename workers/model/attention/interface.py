@@ -49,9 +49,7 @@ class AttentionFlags:
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """An attention layer's heads, their sizes, and its options. Layers of one `kv_group` attend to
-    the same keys and values (Gemma 3n, Gemma 4), which are kept once. `num_calls`: how often a
-    forward calls it (looped layers, differential attention); each call has keys and values of its
-    own."""
+    the same keys and values (Gemma 3n, Gemma 4), which are kept once."""
 
     num_heads: int
     kv_heads: int
@@ -59,7 +57,6 @@ class LayerShape:
     v_dim: int
     flags: AttentionFlags
     kv_group: int | None = None
-    num_calls: int = 1
 
     @property
     def kv_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -168,7 +168,7 @@ class Exchange:
         if module._forward_pre_hooks or module._forward_hooks:
             return None  # hooks do more than its forward
         if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
-            return ATTENTION if self._shapes[name].num_calls == 1 else None
+            return ATTENTION
         if is_gated_mlp(module) and _can_take(module.gate_proj):
             return MLP
         if self._kernels is not None and is_rms_norm(module):
