@@ -1,7 +1,7 @@
 """Models for measurements, as checkpoints: small random Llamas, random Qwen3 in real sizes, and R,
 which is SmolLM2-135M-Instruct with its published weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,14 +119,20 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def chat_workload(folder: Path, num_chats: int, max_tokens: int) -> Workload:
-    """The first chats of a model with a chat template, all at once: those that are answered at
-    length before those that ask for a fact."""
+def chat_ids(folder: Path, texts: Iterable[str]) -> list[tuple[int, ...]]:
+    """The prompt of a chat for each text, by the model's template."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    texts = [*PROMPTS[len(QUESTIONS) :], *PROMPTS[: len(QUESTIONS)]]
-    chats = [[{"role": "user", "content": text}] for text in texts[:num_chats]]
-    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-    return Workload(tuple(WorkloadRequest(tuple(one["input_ids"]), max_tokens) for one in ids))
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    rendered = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    return [tuple(one["input_ids"]) for one in rendered]
+
+
+def chat_workload(folder: Path, num_chats: int, max_tokens: int) -> Workload:
+    """Chats that come at once: those that are answered at length before those that ask for a
+    fact."""
+    texts = [*PROMPTS[len(QUESTIONS) :], *PROMPTS[: len(QUESTIONS)]][:num_chats]
+    chats = chat_ids(folder, texts)
+    return Workload(tuple(WorkloadRequest(ids, max_tokens) for ids in chats))
 
 
 def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from bench.models import R, SIZES, chat_workload, make_model
+from bench.models import SIZES, R, chat_workload, make_model
 from infra.measure.workloads import log_uniform_workload
 from infra.tables import write
 from workers.model.machine import available_cores
@@ -99,9 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(ADAPTERS)}, with the Python of the environment that it is installed in",
     )
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, R], default=list(SIZES))
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=_ALL_DTYPES, default=["float32", "bfloat16"]
-    )
+    parser.add_argument("--dtypes", nargs="+", choices=_ALL_DTYPES, default=["float32", "bfloat16"])
     parser.add_argument(
         "--chats", nargs="+", type=int, default=[1, 8, 32], help="of R, all at once"
     )
