@@ -1,6 +1,13 @@
-"""Questions of general knowledge for a real model: with four choices, and without."""
+"""Questions of general knowledge for a real model: with four choices, and without.
 
+`python -m bench.questions` prints some for `batchway cascade fit`.
+"""
+
+import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +86,24 @@ PROMPTS = (
     "Correct this sentence and repeat it: She go to school every days with her brother.",
     "Write an invitation to a birthday party on Saturday at three in the garden.",
 )
+
+
+def data(num_sums: int) -> Iterator[dict[str, Any]]:
+    """For `batchway cascade fit`: the questions with choices, as R answers them best, and sums of
+    two numbers below 100, as the demo model has learnt them. A grammar leaves the choices."""
+    for question in QUESTIONS:
+        choices = [f" {choice}" for choice in question.choices]
+        prompt = f"Question: {question.text}\nAnswer:"
+        yield {"prompt": prompt, "guided_choice": sorted(choices), "answer": choices[0]}
+    draw = random.Random(0)
+    for _ in range(num_sums):
+        a, b = draw.randrange(100), draw.randrange(100)
+        wrong = draw.sample([a + b + n for n in (-11, -10, -1, 1, 10, 11) if a + b + n >= 0], 3)
+        choices = [str(n) for n in (a + b, *wrong)]
+        messages = [{"role": "user", "content": f"What is {a} + {b}?"}]
+        yield {"messages": messages, "guided_choice": sorted(choices), "answer": choices[0]}
+
+
+if __name__ == "__main__":
+    for row in data(num_sums=48):
+        print(json.dumps(row))
