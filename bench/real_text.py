@@ -54,12 +54,10 @@ ADMISSIONS = {
 
 
 def paragraphs() -> list[str]:
-    """Those of `docs` that are plain sentences."""
-    found = []
-    for page in sorted(_DOCS.glob("*.md")):
-        texts = re.split(r"\n\s*\n", page.read_text(encoding="utf-8"))
-        found += [text for text in texts if re.fullmatch(r"[A-Z][^\n`|\[]{100,300}", text)]
-    return found
+    """Lines of `docs` that are plain sentences."""
+    pages = (page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md")))
+    plain = re.compile(r"^(?:- )?([A-Z][^\n`|\[*]{100,300})$", re.MULTILINE)
+    return [line for page in pages for line in plain.findall(page)]
 
 
 def chats_of(

@@ -269,14 +269,6 @@ def test_a_drained_worker_changes_no_answer(served: Served) -> None:
     assert served.workers[0].wait(60) == 0
 
 
-def test_preempted_chats_are_those_of_transformers(served: Served) -> None:
-    """A KV cache of 1,400 tokens for chats of up to 2,500."""
-    served.have(1, kv_gib=0.06)
-    before = served.counted("num_preemptions_total")
-    check_at_once(served)
-    assert served.counted("num_preemptions_total") > before
-
-
 def test_answers_to_fifty_prompts_fit_their_schemas(served: Served) -> None:
     served.have(1)
 
@@ -329,6 +321,14 @@ def test_log_likelihoods_of_choices_are_those_of_transformers(served: Served) ->
     )
     assert chosen == right
     assert chosen.count(0) > len(QUESTIONS) / 2, "the model knows more than chance"
+
+
+def test_preempted_chats_are_those_of_transformers(served: Served) -> None:
+    """A KV cache of 1,400 tokens for chats of up to 2,500."""
+    served.have(1, kv_gib=0.06)
+    before = served.counted("num_preemptions_total")
+    check_at_once(served)
+    assert served.counted("num_preemptions_total") > before
 
 
 def test_embeddings_of_minilm_are_those_of_sentence_transformers(
