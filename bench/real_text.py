@@ -16,6 +16,7 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from statistics import mean, median
@@ -46,7 +47,7 @@ class CallersCap(RecentLengths):
         return sequence.max_output
 
 
-ADMISSIONS = {
+ADMISSIONS: Mapping[str, Callable[[], RecentLengths]] = {
     "known tokens": lambda: RecentLengths(num_needed=sys.maxsize),
     "learnt lengths": RecentLengths,
     "the callers' caps": CallersCap,
