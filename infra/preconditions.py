@@ -5,10 +5,8 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +22,6 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
-from infra.child import Console
 
 _NOTE = "up.json"
 
@@ -66,7 +63,7 @@ def _noted_in(folder: str) -> list[RunningUp]:
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
-    "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
+    "worker": ("torch", "transformers", "gguf", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),
     "top": ("prometheus_client", "rich"),
 }
@@ -155,9 +152,8 @@ def make_folder(options: argparse.Namespace) -> None:
     from workers.engine.interface import ModelRefused
     from workers.model.gguf_cache import made_folder
 
-    tell = partial(Console(sys.stderr).line, "batchway")
     try:
-        folder = made_folder(options.model, options.dtype, tell)
+        folder = made_folder(options.model, options.dtype)
     except ModelRefused as exc:
         raise UsageError(f"--model: {exc}") from exc
     if folder != options.model:

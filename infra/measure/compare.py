@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         base = _base_options(options)
         ways = _ways(options, base)
-        loaded = load_model(base, _say)
+        loaded = load_model(base, lambda text: print(text, file=sys.stderr))
         trials = compare(
             {
                 name: partial(build_engine, loaded.model, loaded.vocab_size, way)
@@ -65,10 +65,6 @@ def run(options: argparse.Namespace) -> int:
     )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def report(found: dict[str, Any], options: argparse.Namespace) -> int:
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
@@ -85,7 +81,7 @@ def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
 def _base_options(options: argparse.Namespace) -> EngineOptions:
     memory = options.kv_cache_gib and int(options.kv_cache_gib * _GIB)
     return EngineOptions(
-        model_path=made_folder(options.model, options.dtype, _say),
+        model_path=made_folder(options.model, options.dtype),
         dtype=options.dtype,
         kv_memory_bytes=memory,
         max_num_seqs=options.max_running,

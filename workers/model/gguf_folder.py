@@ -1,146 +1,126 @@
-"""Writes the contents of a GGUF file as a folder in Hugging Face layout, as transformers reads them.
+"""Writes a GGUF file as a folder in Hugging Face layout, as transformers reads it.
 
     python -m workers.model.gguf_folder FILE NAME FOLDER DTYPE
 
-NAME is what messages call the file. Progress goes to the standard output; a refusal is the last
-line of the standard error. Ends when its standard input does.
+NAME is what messages call the file. A refusal is the last line of the standard error, as Python
+writes an exception.
 """
 
-import math
-import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
-from workers.model.gguf_compat import GgufHeader, gguf_architectures, read_gguf_metadata
+from workers.model.gguf_compat import Header, gguf_architectures, read_header
 from workers.model.machine import free_cpu_bytes
-from workers.model.weights import load_gguf
+from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
 _GIB = 2**30
 # Beside the weights: torch, transformers and the vocabulary; the largest tensor and its copies in
-# float32, as one is dequantised at a time. Measured with SmolLM2: 0.4 GiB and 2.6 copies.
+# float32, as one is dequantised at a time. With SmolLM2 0.4 GiB and 2.6 copies were measured.
 _BASE_BYTES = 2**29
 _NUM_COPIES = 3
 _SMALL_FILES_BYTES = 2**26  # the tokenizer, on the disk
 
 
-def write_folder(
-    file: Path, folder: Path, dtype: torch.dtype, tell: Callable[[str], None], name: str = ""
-) -> None:
-    """Writes config.json, generation_config.json, weights, tokenizer and chat template.
+def write_folder(file: Path, folder: Path, dtype: torch.dtype, name: str) -> None:
+    """Writes config.json, generation_config.json, weights of `dtype`, tokenizer and chat template.
 
-    `dtype`: of the weights in the folder. `name`: of the file in messages. The folder then loads to
-    the same weights, of the same type, as `from_pretrained(gguf_file=...)`. The end tokens are also
-    those that the file names as ends of a turn and of a message. Raises ModelRefused."""
-    name = name or str(file)
-    header, metadata = _read_header(file, name)
-    _check_room(header, folder, dtype, name, tell)
-    source, gguf = str(file.parent), {"gguf_file": file.name}
+    `name`: of the file in messages. The folder loads to the same weights as `from_pretrained` with
+    the file and this type. Beyond what transformers reads, the ends of a turn and of a message are
+    end tokens too, and Llama 3's rotary scaling is kept. Raises ModelRefused."""
     try:
-        config = AutoConfig.from_pretrained(source, **gguf)
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, **gguf)
-    except Exception as exc:  # transformers assumes well-formed files
-        raise ModelRefused(f"{name} cannot be read: {first_line(exc)}") from exc
-    model = load_gguf(file, config, dtype, name)
-    if ends := _end_token_ids(metadata):
-        model.generation_config.eos_token_id = ends
-    tell("writing the folder")
+        header = read_header(file)
+        architecture = header.metadata["general.architecture"]
+    except Exception as exc:  # a reader for well-formed files
+        raise ModelRefused(f"{name} is damaged, or no GGUF file: {first_line(exc)}") from exc
+    _check_contents(header, architecture, name)
+    _check_room(header, folder.parent, dtype, name)
     try:
+        model, tokenizer = _read(file, header, dtype)
+        named = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+        if ends := {header.metadata[key] for key in named if key in header.metadata}:
+            model.generation_config.eos_token_id = sorted(ends)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except Exception as exc:  # the formats' own errors, without a common class
-        raise ModelRefused(f"the folder of {name} cannot be written: {first_line(exc)}") from exc
+    except Exception as exc:  # transformers assumes well-formed files, and room on the disk
+        raise ModelRefused(f"{name} cannot be read into a folder: {first_line(exc)}") from exc
 
 
-def _read_header(file: Path, name: str) -> tuple[Any, dict[str, Any]]:
-    """The table of tensors and the metadata, without long lists. Raises ModelRefused."""
-    try:
-        metadata, _ = read_gguf_metadata(str(file))
-        architecture, num_parts = metadata["general.architecture"], metadata.get("split.count", 1)
-        if architecture not in (known := gguf_architectures()):
-            raise ModelRefused(
-                f"{name} is of the architecture {architecture!r}, which transformers does not read "
-                f"from GGUF; it reads {', '.join(known)}"
-            )
-        if num_parts > 1:
-            raise ModelRefused(
-                f"{name} is one of {num_parts} parts: merge them with llama.cpp's `llama-gguf-split"
-                " --merge`"
-            )
-        header = GgufHeader.from_file(str(file))
-        size = file.stat().st_size
-        end = max(header.data_start + info.offset + info.nbytes for info in header.tensors)
-    except ModelRefused:
-        raise
-    except Exception as exc:  # a reader for well-formed files
+def _check_contents(header: Header, architecture: Any, name: str) -> None:
+    """Refuses what transformers does not read, or not whole."""
+    known = gguf_architectures()
+    if architecture not in known:
         raise ModelRefused(
-            f"{name} is no GGUF file, or a damaged or unfinished one: {first_line(exc)}"
-        ) from exc
-    if size < end:
-        raise ModelRefused(f"{name} is cut off: it has {size} bytes, but its tensors end at {end}")
-    return header, metadata
-
-
-def _check_room(
-    header: Any, folder: Path, dtype: torch.dtype, name: str, tell: Callable[[str], None]
-) -> None:
-    """Tells what memory and disk it takes. Raises ModelRefused if there is less."""
-    sizes = [math.prod(info.shape) for info in header.tensors]
-    weights = sum(sizes) * dtype.itemsize
-    disk = weights + _SMALL_FILES_BYTES
-    memory = weights + _NUM_COPIES * max(sizes) * torch.float32.itemsize + _BASE_BYTES
-    kind = str(dtype).removeprefix("torch.")
-    tell(
-        f"reading {name}: {header.architecture}, {sum(sizes) / 1e6:,.0f} million weights, kept as "
-        f"{kind} in the cache: {disk / _GIB:.1f} GiB on the disk, once, and up to "
-        f"{memory / _GIB:.1f} GiB of memory"
-    )
-    smaller = "" if dtype.itemsize < 4 else "; --dtype bfloat16 takes about half"
-    for what, needed, free in (
-        (f"of {folder.parent}", disk, shutil.disk_usage(folder.parent).free),
-        ("of memory", memory, free_cpu_bytes()),
-    ):
-        if free < needed:
-            raise ModelRefused(
-                f"{name} takes {needed / _GIB:.1f} GiB {what}, where {free / _GIB:.1f} GiB are "
-                f"free{smaller}"
-            )
-
-
-def _end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    names = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-    return sorted({metadata[name] for name in names if name in metadata})
-
-
-def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is ever written to it
-    os._exit(1)
-
-
-def main() -> int:
-    file, name, folder, dtype = sys.argv[1:]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        write_folder(
-            Path(file),
-            Path(folder),
-            getattr(torch, dtype),
-            lambda text: print(text, flush=True),
-            name,
+            f"{name} is of the architecture {architecture!r}, which transformers does not read "
+            f"from GGUF; it reads {', '.join(known)}"
         )
-    except ModelRefused as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    return 0
+    if header.metadata.get("split.count", 1) != 1:
+        raise ModelRefused(f"{name} is one of several parts: `llama-gguf-split --merge` joins them")
+    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_factors_long.weight" in header.data:
+        raise ModelRefused(
+            f"{name} scales its rotary embedding, which transformers does not read from GGUF: take "
+            "the model in Hugging Face layout"
+        )
+
+
+def _check_room(header: Header, cache: Path, dtype: torch.dtype, name: str) -> None:
+    """Tells what disk and memory it takes. Raises ModelRefused if there is less."""
+    sizes = header.num_weights.values()
+    disk = sum(sizes) * dtype.itemsize + _SMALL_FILES_BYTES
+    memory = disk + _NUM_COPIES * max(sizes, default=0) * torch.float32.itemsize + _BASE_BYTES
+    takes = f"{disk / _GIB:.1f} GiB on the disk as {str(dtype).removeprefix('torch.')}"
+    takes += f" and up to {memory / _GIB:.1f} GiB of memory"
+    print(f"reading {name} into the cache, once: {takes}", flush=True)
+    free_disk, free_memory = shutil.disk_usage(cache).free, free_cpu_bytes()
+    if free_disk < disk or free_memory < memory:
+        raise ModelRefused(
+            f"{name} takes {takes}; {free_disk / _GIB:.1f} GiB of the disk and "
+            f"{free_memory / _GIB:.1f} GiB of memory are free"
+        )
+
+
+def _read(file: Path, header: Header, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model on the CPU, and its tokenizer. Raises ValueError and transformers' own errors."""
+    source, gguf = str(file.parent), {"gguf_file": file.name}
+    config = AutoConfig.from_pretrained(source, **gguf)
+    tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+    _keep_rope_scaling(config, header)
+    whole: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), **gguf}
+    whole |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **whole)
+    model, info = loaded
+    missing = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing or misshapen, such as {missing[0]}")
+    return model, tokenizer
+
+
+def _keep_rope_scaling(config: Any, header: Header) -> None:
+    """Sets the scaling that llama.cpp keeps as a divisor of each rotary frequency, which
+    transformers leaves out. Raises ValueError if it is not that of Llama 3.1 to 3.3."""
+    if (data := header.data.get("rope_freqs.weight")) is None:
+        return
+    divisors = torch.from_numpy(data.view("<f4").copy())
+    exponents = torch.arange(len(divisors)) / len(divisors)
+    plain = config.rope_parameters["rope_theta"] ** -exponents
+    config.rope_parameters |= {
+        "rope_type": "llama3",
+        "factor": float(divisors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    if not torch.allclose(scaled * divisors, plain, rtol=1e-3):
+        raise ValueError("its rotary frequencies are scaled in a way other than Llama 3's")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_folder(Path(sys.argv[1]), Path(sys.argv[3]), getattr(torch, sys.argv[4]), sys.argv[2])

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from workers.engine.interface import ModelRefused
@@ -59,14 +58,6 @@ def load_pooling_model(
     return _read(path, device, arguments, auto_class, unused=_UNUSED_LAYERS)
 
 
-def load_gguf(file: Path, config: PretrainedConfig, dtype: torch.dtype, name: str) -> Any:
-    """A decoder of a GGUF file (a PreTrainedModel), dequantised, on the CPU. `name`: of the file in
-    messages. Raises ModelRefused."""
-    whole = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
-    arguments = {"config": config, "dtype": dtype, **whole}
-    return _read(str(file.parent), torch.device("cpu"), arguments, name=name)
-
-
 def share_attention(model: Any) -> bool:
     """Gives a model our attention; False if its family has a table of its own."""
     if not can_change_attention(model):
@@ -94,11 +85,8 @@ def _read(
     arguments: Mapping[str, Any],
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
-    name: str = "",
 ) -> nn.Module:
-    """A frozen model. `unused`: beginnings of names of weights that checkpoints need not have.
-    `name`: of the model in messages, if not its path."""
-    name = name or path
+    """A frozen model. `unused`: beginnings of names of weights that checkpoints need not have."""
     register_attention()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -111,13 +99,13 @@ def _read(
             **arguments,
         )
     except SafetensorError as exc:
-        raise ModelRefused(f"a weight file of {name} is damaged: {first_line(exc)}") from exc
+        raise ModelRefused(f"a weight file of {path} is damaged: {first_line(exc)}") from exc
     except Exception as exc:  # transformers assumes well-formed files
         if exc.args == (ATTENTION_NAME,):
             raise _OwnAttentionTable from exc
-        raise ModelRefused(f"{name} cannot be loaded: {first_line(exc)}") from exc
+        raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
     model, info = loaded
-    _check_weights(name, info, unused, architecture_of(arguments["config"]))
+    _check_weights(path, info, unused, architecture_of(arguments["config"]))
     frozen: nn.Module = model.to(device).eval().requires_grad_(False)
     return frozen
 
