@@ -96,7 +96,7 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
     neighbour changes the greedy tokens.
     """
     if size == R:
-        folder.symlink_to(smollm2_folder(print))
+        folder.symlink_to(smollm2_folder())
         return folder
     torch.manual_seed(seed)
     arguments: dict[str, Any] = dict(SIZES[size])

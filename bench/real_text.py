@@ -184,7 +184,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-mib", type=int, default=96, help="of `lengths`")
     given = parser.parse_args(arguments)
-    given.folder = given.folder or smollm2_folder(print)
+    given.folder = given.folder or smollm2_folder()
     measured = speculation if given.what == "speculation" else lengths
     print(markdown_table(measured(given)))
 

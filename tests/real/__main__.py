@@ -111,7 +111,7 @@ def get_formatters(folder: Path) -> None:
 def get_smollm2(folder: Path) -> None:
     """A link to the folder in the cache, which is made if it is not there."""
     folder.unlink(missing_ok=True)  # to a folder that is gone
-    folder.symlink_to(smollm2_folder(lambda text: None))
+    folder.symlink_to(smollm2_folder())
 
 
 def get_minilm(folder: Path) -> None:
