@@ -13,6 +13,7 @@ Prints tables for bench/RESULTS.md.
 """
 
 import argparse
+import random
 import re
 import sys
 import time
@@ -138,7 +139,7 @@ def lengths(given: argparse.Namespace) -> list[list[str]]:
         model_path=str(given.folder), kv_memory_bytes=given.kv_mib * 2**20, kv_high_water=1.0
     )
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
-    texts = PROMPTS * given.rounds
+    texts = random.Random(0).sample(PROMPTS * given.rounds, len(PROMPTS) * given.rounds)
     chats = chats_of(given.folder, texts, max_tokens=_CAP, temperature=1.0)
     rows = [["admission by", "preemptions", "mean KV occupancy", "steps"]]
     for name, make in ADMISSIONS.items():
