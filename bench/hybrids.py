@@ -117,11 +117,11 @@ def save(name: str, folder: Path) -> int:
 def run(
     model: Model, options: EngineOptions, num_streams: int, num_tokens: int
 ) -> tuple[float, int]:
-    """Tokens/s of `num_streams` at once from prompts of 64 tokens, and a digest of their tokens."""
+    """Tokens/s of `num_streams` at once from prompts of 16 tokens, and a digest of their tokens."""
     engine = build_engine(model, VOCAB_SIZE, options)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True)
     for number in range(num_streams):
-        prompt = tuple((position * 7919 + number * 104_729) % VOCAB_SIZE for position in range(64))
+        prompt = tuple((position * 7919 + number * 104_729) % VOCAB_SIZE for position in range(16))
         engine.add(Request(str(number), 1, "t", "standard", (prompt,), params, ((),), (False,)))
     start_s, found = time.perf_counter(), []
     while engine.has_work:

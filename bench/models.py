@@ -1,6 +1,7 @@
-"""Random models for measurements, saved as checkpoints: small Llamas, and Qwen3 in real sizes."""
+"""Models for measurements, as checkpoints: small random Llamas, random Qwen3 in real sizes, and R,
+which is SmolLM2-135M-Instruct with its published weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+from bench.questions import PROMPTS, QUESTIONS
+from infra.measure.workloads import Workload, WorkloadRequest
+from workers.model.gguf_cache import smollm2_folder
 
 # About 5 M and 124 M parameters; embeddings are not tied.
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -36,6 +42,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "vocab_size": 32000,
     },
 }
+R = "R"
 CONTEXT_LENGTH = 8448  # 8,192 tokens of context and some to generate
 _SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
@@ -82,11 +89,15 @@ SHAPES = (
 
 
 def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
-    """Writes a model of this size with a byte tokenizer; returns the folder.
+    """Writes a model of this size with a byte tokenizer; returns the folder. For R it links to the
+    folder that `--model smollm2` serves.
 
     The matrices are large enough that attention decides the next token, so that a wrong position or
     neighbour changes the greedy tokens.
     """
+    if size == R:
+        folder.symlink_to(smollm2_folder())
+        return folder
     torch.manual_seed(seed)
     arguments: dict[str, Any] = dict(SIZES[size])
     config = LlamaConfig(
@@ -106,6 +117,22 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def chat_ids(folder: Path, texts: Iterable[str]) -> list[tuple[int, ...]]:
+    """The prompt of a chat for each text, by the model's template."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    rendered = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    return [tuple(one["input_ids"]) for one in rendered]
+
+
+def chat_workload(folder: Path, num_chats: int, max_tokens: int) -> Workload:
+    """Chats that come at once: those that are answered at length before those that ask for a
+    fact."""
+    texts = [*PROMPTS[len(QUESTIONS) :], *PROMPTS[: len(QUESTIONS)]][:num_chats]
+    chats = chat_ids(folder, texts)
+    return Workload(tuple(WorkloadRequest(ids, max_tokens) for ids in chats))
 
 
 def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) -> None:

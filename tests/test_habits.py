@@ -23,7 +23,7 @@ HEADINGS = [
     "== scripts/serve in an empty clone; the wheel outside of one",
     "== scripts/test in an empty clone",
     "== checks, the site of the documents, and clients whose environments are made in seconds",
-    "== whole processes and short campaigns, with real tokenizers and chat templates",
+    "== whole processes and short campaigns, with real tokenizers, chat templates and weights",
     "== Debian's Redis, the oldest that is supported, while vLLM is fetched",
     "== vLLM, the newest release that is supported",
     "== all passed",

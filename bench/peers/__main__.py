@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from bench.models import SIZES, make_model
+from bench.models import SIZES, R, chat_workload, make_model
 from infra.measure.workloads import log_uniform_workload
 from infra.tables import write
 from workers.model.machine import available_cores
@@ -27,36 +27,56 @@ ADAPTERS = {
     "transformers": "transformers_batching",
     "vllm": "vllm_engine",
     "openvino": "openvino_genai",
+    "llama.cpp": "llama_cpp",
 }
+# What an engine computes in, if not in all of them. int8: weights of a byte, or of less.
+_DTYPES = {
+    "transformers": ("float32", "bfloat16"),
+    "vllm": ("float32", "bfloat16"),
+    "llama.cpp": ("int8",),
+}
+_ALL_DTYPES = ("float32", "bfloat16", "int8")
+_ANSWER_TOKENS = 128  # of each of R's chats
 _NUM_REQUESTS = 64
 _TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A model size in one element type, beside some busy processes."""
+    """A model size in one element type, beside some busy processes; of R, the chats at once."""
 
     size: str
     dtype: str
     company: int = 0
+    chats: int = 0
+
+    @property
+    def workload(self) -> str:
+        return f"{self.size}-{self.chats}.json" if self.chats else f"{self.size}.json"
 
     def __str__(self) -> str:
         beside = f" beside {self.company} busy processes" if self.company else ""
-        return f"{self.size} {self.dtype}{beside}"
+        return f"{self.size} {self.dtype}{f', {self.chats} chats' * bool(self.chats)}{beside}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all engines alternately, several times; prints medians; returns the exit status."""
     options = _parser().parse_args(arguments)
     pythons = {OURS: Path(sys.executable)} | dict(options.peer)
-    columns = [Column(*each) for each in product(options.sizes, options.dtypes, options.company)]
+    columns = [
+        Column(*each, chats)
+        for each in product(options.sizes, options.dtypes, options.company)
+        for chats in (options.chats if each[0] == R else [0])
+    ]
     options.folder.mkdir(parents=True, exist_ok=True)
-    for size in options.sizes:
-        _prepare(size, options.folder)
+    for column in columns:
+        _prepare(column, options.folder)
     results: dict[Column, dict[str, list[dict[str, Any]]]] = {c: {} for c in columns}
     for run in range(1, options.runs + 1):
         for column in columns:
             for name, python in pythons.items():
+                if column.dtype not in _DTYPES.get(name, _ALL_DTYPES):
+                    continue
                 print(f"run {run}, {column}: {name}", file=sys.stderr)
                 with busy_processes(column.company):
                     found = measure(name, python, column, options)
@@ -78,9 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=PYTHON",
         help=f"{', '.join(ADAPTERS)}, with the Python of the environment that it is installed in",
     )
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, R], default=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=_ALL_DTYPES, default=["float32", "bfloat16"])
     parser.add_argument(
-        "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+        "--chats", nargs="+", type=int, default=[1, 8, 32], help="of R, all at once"
     )
     parser.add_argument(
         "--company", nargs="+", type=int, default=[0], help="busy processes beside each engine"
@@ -99,19 +120,25 @@ def _peer(text: str) -> tuple[str, Path]:
     return name, Path(python)
 
 
-def _prepare(size: str, folder: Path) -> None:
+def _prepare(column: Column, folder: Path) -> None:
     """Writes the model and its workload, the same at each call."""
-    if not (folder / size / "config.json").exists():
-        make_model(size, folder / size)
-    workload = log_uniform_workload(_NUM_REQUESTS, SIZES[size]["vocab_size"])
-    (folder / f"{size}.json").write_bytes(msgspec.json.encode(workload))
+    model = folder / column.size
+    if not (model / "config.json").exists():
+        make_model(column.size, model)
+    if column.chats:
+        workload = chat_workload(model, column.chats, _ANSWER_TOKENS)
+    else:
+        workload = log_uniform_workload(_NUM_REQUESTS, SIZES[column.size]["vocab_size"])
+    (folder / column.workload).write_bytes(msgspec.json.encode(workload))
 
 
 def measure(name: str, python: Path, column: Column, options: argparse.Namespace) -> dict[str, Any]:
     """Runs one engine once in its own process. Raises CalledProcessError."""
-    program = ["infra", "bench", "engine"]
+    program, dtype = ["infra", "bench", "engine"], [f"--dtype={column.dtype}"]
     if name != OURS:
         program = [f"bench.peers.adapters.{ADAPTERS[name]}"]
+    elif column.dtype == "int8":
+        dtype = ["--dtype=float32", "--quantization=int8"]
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch) / "found.json"
         subprocess.run(  # noqa: S603 - the operator's own environments
@@ -120,8 +147,8 @@ def measure(name: str, python: Path, column: Column, options: argparse.Namespace
                 "-m",
                 *program,
                 f"--model={options.folder / column.size}",
-                f"--workload={options.folder / column.size}.json",
-                f"--dtype={column.dtype}",
+                f"--workload={options.folder / column.workload}",
+                *dtype,
                 f"--max-running={options.max_running}",
                 f"--json={found}",
             ],
@@ -158,6 +185,7 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
         found[name] = {
             "output_tokens_per_s": median(run["output_tokens_per_s"] for run in engine_runs),
             "runs": [run["output_tokens_per_s"] for run in engine_runs],
+            "ttft_p50_s": median(run["ttft_s"]["p50"] for run in engine_runs),
             "ttft_p99_s": median(run["ttft_s"]["p99"] for run in engine_runs),
             "itl_p99_s": median(run["itl_s"]["p99"] for run in engine_runs),
             "same_outputs": sum(
@@ -179,11 +207,10 @@ def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
             speed = row["output_tokens_per_s"]
             same = f"{row['same_outputs']} of {row['num_outputs']}"
             lines.append(f"{name:14}{speed:>10.0f}{best / speed:>12.2f}{same:>15}")
-        lines.append(f"{'p99, ms':14}{'first token':>14}{'between tokens':>17}")
+        lines.append(f"{'ms':14}{'first token':>14}{'p99':>10}{'between, p99':>15}")
         for name, row in engines.items():
-            lines.append(
-                f"{name:14}{1000 * row['ttft_p99_s']:>14.0f}{1000 * row['itl_p99_s']:>17.1f}"
-            )
+            first, late = 1000 * row["ttft_p50_s"], 1000 * row["ttft_p99_s"]
+            lines.append(f"{name:14}{first:>14.0f}{late:>10.0f}{1000 * row['itl_p99_s']:>15.1f}")
     return "\n".join(lines).strip("\n")
 
 

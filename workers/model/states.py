@@ -19,7 +19,14 @@ from transformers import DynamicCache, PretrainedConfig
 from workers.engine.interface import Chunk
 from workers.engine.states import SequenceState
 from workers.model.attention.interface import STEP_KEYWORD, RowSpan
-from workers.model.transformers_compat import STATE_NAMES, cache_of, has_kv, has_state, states_of
+from workers.model.transformers_compat import (
+    STATE_NAMES,
+    cache_of,
+    compute_by_rows,
+    has_kv,
+    has_state,
+    states_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,9 @@ class StateCache:
         self.batches: list[_Batch] | None = None
         self._device = device
         self._mixers = [_SlottedMixer(self, *each) for each in mixers.items()]
+        if device.type == "cpu":
+            for module in mixers:
+                compute_by_rows(module)
 
     @property
     def num_bytes(self) -> int:

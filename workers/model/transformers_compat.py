@@ -8,16 +8,21 @@
 - The states of recurrent and convolution layers lie in a `LinearAttentionLayer`, by index since
   transformers 5.24; its mixers read and change them there. What is documented makes such layers
   for whole sequences of equal length.
+- The reference functions that update states lie beside the mixers' classes, and tell by the names
+  of their arguments what belongs to a row.
 - The attention of a model is documented as `set_attn_implementation`, which families that keep a
   table of their own refuse, or ignore with a warning.
 
 tests/workers/model/test_transformers_compat.py fails where a name is not there any more.
 """
 
+import functools
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
@@ -36,8 +41,10 @@ __all__ = [
     "ROPE_INIT_FUNCTIONS",
     "STATE_NAMES",
     "EncoderOutput",
+    "by_rows",
     "cache_of",
     "can_change_attention",
+    "compute_by_rows",
     "forget_attention",
     "has_kv",
     "has_state",
@@ -84,6 +91,53 @@ def cache_of(layer_idx: int, states: Mapping[tuple[str, int], Tensor], *, is_new
             layer.conv_kernel_size[index] = state.shape[-1]
     layers: list[Any] = [None] * layer_idx
     return Cache(layers=[*layers, layer])
+
+
+# What those of the reference functions that continue from a state take for each row of a batch.
+_OF_ROWS = {
+    *("query", "key", "value", "g", "beta", "initial_state"),
+    *("state", "hidden_states", "dt", "B", "C", "z"),
+}
+_STATE_BYTES = 2**22  # of rows that are computed at once; a processor's cache holds as much
+
+
+def compute_by_rows(mixer: Any) -> None:
+    """Makes the reference functions beside a mixer's class, which update states with several passes
+    over all of a step, call themselves for a few rows at a time: their states stay in the cache."""
+    beside = vars(sys.modules[type(mixer).__module__])
+    for name, function in list(beside.items()):
+        if inspect.isfunction(function) and not hasattr(function, "rows_of"):
+            parameters = inspect.signature(function).parameters.keys()
+            if found := parameters & {"state", "initial_state"}:
+                beside[name] = by_rows(function, *found)
+
+
+def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BYTES) -> Any:
+    """Calls the function for rows whose states (rows, …) have `most` bytes, and changes these in
+    place. It returns a tensor of all rows, alone or with the new states."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def rows_of(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        states = given.get(state_name)
+        if states is None or states.nbytes <= most:
+            return function(*args, **kwargs)
+        found = []
+        num_rows = max(1, most * len(states) // states.nbytes)
+        for rows in (slice(at, at + num_rows) for at in range(0, len(states), num_rows)):
+            part = {n: x[rows] if n in _OF_ROWS and x is not None else x for n, x in given.items()}
+            result = function(**part, **more)
+            if isinstance(result, tuple):
+                result, new_states = result
+                part[state_name].copy_(new_states)
+            found.append(result)
+        output = torch.cat(found)
+        return (output, states) if state_name == "initial_state" else output
+
+    rows_of.rows_of = function  # type: ignore[attr-defined]
+    return rows_of
 
 
 def can_change_attention(model: Any) -> bool:

@@ -10,18 +10,18 @@ import openvino_genai
 
 from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
-_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
 # The fastest of 256, 512 and 2,048 on our workloads.
 _MAX_BATCHED_TOKENS = 256
 
 
-def converted(model: str) -> str:
-    """The converted model's folder; weights stay float32."""
-    folder = Path(model).resolve()
-    target = folder.with_name(folder.name + "-openvino")
+def converted(model: str, weights: str) -> str:
+    """The converted model's folder, with weights of fp32 or int8."""
+    folder = Path(model).absolute()
+    target = folder.with_name(f"{folder.name}-openvino-{weights}")
     if not (target / "openvino_model.xml").exists():
         program = str(Path(sys.executable).with_name("optimum-cli"))
-        task = ("--task", "text-generation-with-past", "--weight-format", "fp32")
+        task = ("--task", "text-generation-with-past", "--weight-format", weights)
         command = [program, "export", "openvino", "--model", str(folder), *task, str(target)]
         subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603
     return str(target)
@@ -38,7 +38,7 @@ def main() -> None:
     scheduler.cache_size = 1  # GiB
     precision = _PRECISIONS[options.dtype]
     pipeline = openvino_genai.ContinuousBatchingPipeline(
-        converted(options.model),
+        converted(options.model, "int8" if options.dtype == "int8" else "fp32"),
         scheduler,
         "CPU",
         {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision},

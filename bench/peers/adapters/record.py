@@ -16,7 +16,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), required=True)
     parser.add_argument("--max-running", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     return parser.parse_args()
