@@ -106,10 +106,10 @@ def compute_by_rows(mixer: Any) -> None:
     over all of a step, call themselves for a few rows at a time: their states stay in the cache."""
     beside = vars(sys.modules[type(mixer).__module__])
     for name, function in list(beside.items()):
-        if inspect.isfunction(function) and not hasattr(function, "rows_of"):
-            parameters = inspect.signature(function).parameters.keys()
-            if found := parameters & {"state", "initial_state"}:
-                beside[name] = by_rows(function, *found)
+        if inspect.isfunction(function) and not hasattr(function, "computes_by_rows"):
+            parameters = inspect.signature(function).parameters
+            for state_name in {"state", "initial_state"} & parameters.keys():
+                beside[name] = by_rows(function, state_name)
 
 
 def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BYTES) -> Any:
@@ -118,7 +118,7 @@ def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BY
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def rows_of(*args: Any, **kwargs: Any) -> Any:
+    def computed(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         more = given.pop("kwargs", {})
         states = given.get(state_name)
@@ -136,8 +136,8 @@ def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BY
         output = torch.cat(found)
         return (output, states) if state_name == "initial_state" else output
 
-    rows_of.rows_of = function  # type: ignore[attr-defined]
-    return rows_of
+    computed.computes_by_rows = True  # type: ignore[attr-defined]
+    return computed
 
 
 def can_change_attention(model: Any) -> bool:

@@ -2,19 +2,30 @@
 use.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
+from transformers.models.falcon_h1 import modeling_falcon_h1
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.tiny_models import make_model
 from workers.model import model_types_compat
 from workers.model.model_types_compat import knows_model_type
 from workers.model.transformers_compat import (
     EncoderOutput,
+    by_rows,
     forget_attention,
     render_jinja_template,
     set_own_attention,
 )
+
+# Since transformers 5.24 states are found by index, and these have these names.
+mamba2_selective_state_update: Any = getattr(
+    modeling_falcon_h1, "mamba2_selective_state_update", None
+)
+torch_recurrent_gated_delta_rule: Any = modeling_qwen3_5.torch_recurrent_gated_delta_rule
 
 
 def test_chats_are_rendered_with_content_that_is_null() -> None:
@@ -56,3 +67,52 @@ def test_without_a_registry_any_type_passes(monkeypatch: pytest.MonkeyPatch) -> 
     """`AutoConfig` then decides."""
     monkeypatch.setattr(model_types_compat, "_FILES", ("no_such_file.py",))
     assert knows_model_type("no_such_model")
+
+
+ROWS, SIZE = 5, 4
+# As many heads as rows: what belongs to a row is told by names. At most one row, two, or all.
+by_heads_and_bytes = pytest.mark.parametrize(
+    ("heads", "most"), [(2, 1), (ROWS, 1), (2, 2 * 2 * SIZE**2 * 4), (2, 2**30)]
+)
+
+
+@by_heads_and_bytes
+def test_delta_rules_compute_a_few_rows_at_a_time(heads: int, most: int) -> None:
+    """With the results of all at once; states are changed in place."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, ROWS, 1, heads, SIZE)
+    decay, beta = torch.rand(2, ROWS, 1, heads)
+    state = torch.randn(ROWS, heads, SIZE, SIZE)
+    changed = state.clone()
+    arguments = (query, key, value, -decay, beta)
+
+    expected, new_state = torch_recurrent_gated_delta_rule(
+        *arguments, initial_state=state, output_final_state=True
+    )
+    found, _ = by_rows(torch_recurrent_gated_delta_rule, "initial_state", most)(
+        *arguments, initial_state=changed, output_final_state=True
+    )
+
+    torch.testing.assert_close(found, expected)
+    if most < 2**30:  # else the function itself returns others
+        torch.testing.assert_close(changed, new_state)
+
+
+@pytest.mark.skipif(mamba2_selective_state_update is None, reason="transformers before 5.24")
+@by_heads_and_bytes
+def test_mamba_2_computes_a_few_rows_at_a_time(heads: int, most: int) -> None:
+    """With the results of all at once; states are changed in place."""
+    torch.manual_seed(0)
+    x, step = torch.rand(2, ROWS, heads, SIZE)
+    decays, skip = -torch.rand(heads, SIZE, SIZE), torch.randn(heads, SIZE)
+    b, c = torch.randn(2, ROWS, 1, SIZE)
+    state = torch.randn(ROWS, heads, SIZE, SIZE)
+    changed = state.clone()
+
+    arguments = (x, step, decays, b, c, skip, skip)
+    expected = mamba2_selective_state_update(state, *arguments, dt_softplus=True)
+    function = by_rows(mamba2_selective_state_update, "state", most)
+    found = function(changed, *arguments, dt_softplus=True)
+
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(changed, state)
