@@ -117,16 +117,22 @@ def save(name: str, folder: Path) -> int:
 def run(
     model: Model, options: EngineOptions, num_streams: int, num_tokens: int
 ) -> tuple[float, int]:
-    """Tokens/s of `num_streams` at once from prompts of 16 tokens, and a digest of their tokens."""
+    """Tokens/s of `num_streams` at once, from the first step without a prompt of 16 tokens on, and
+    a digest of all their tokens."""
     engine = build_engine(model, VOCAB_SIZE, options)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True)
     for number in range(num_streams):
         prompt = tuple((position * 7919 + number * 104_729) % VOCAB_SIZE for position in range(16))
         engine.add(Request(str(number), 1, "t", "standard", (prompt,), params, ((),), (False,)))
-    start_s, found = time.perf_counter(), []
+    found: list[tuple[str, int, int]] = []
+    start_s, num_before = 0.0, 0
     while engine.has_work:
-        found += [(out.job_id, out.position, out.token_id) for out in engine.step().outputs]
-    return len(found) / (time.perf_counter() - start_s), hash(tuple(sorted(found)))
+        report = engine.step()
+        found += [(out.job_id, out.position, out.token_id) for out in report.outputs]
+        if not start_s and report.num_waiting == 0 and len(found) >= num_streams:
+            start_s, num_before = time.perf_counter(), len(found)
+    taken_s = time.perf_counter() - start_s
+    return (len(found) - num_before) / taken_s, hash(tuple(sorted(found)))
 
 
 def main() -> None:

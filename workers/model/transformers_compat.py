@@ -98,7 +98,7 @@ _OF_ROWS = {
     *("query", "key", "value", "g", "beta", "initial_state"),
     *("state", "hidden_states", "dt", "B", "C", "z"),
 }
-_STATE_BYTES = 2**22  # of rows that are computed at once; a processor's cache holds as much
+_STATE_BYTES = 2**21  # of rows that are computed at once; a processor's cache holds as much
 
 
 def compute_by_rows(mixer: Any) -> None:
