@@ -34,7 +34,8 @@ _SHAPES_IF_UNIFORM = {
     "mlp.up_proj": (_INTERMEDIATE, _HIDDEN),
     "mlp.down_proj": (_HIDDEN, _INTERMEDIATE),
 }
-# Families whose layers are all alike. Of others only what has the vocabulary's size is compared.
+# Families whose layers are all alike, each with weights of its own. Of others only what has the
+# vocabulary's size is compared.
 _UNIFORM = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "granite"),
     *("olmo2", "olmo3", "smollm3", "seed_oss"),
@@ -55,19 +56,22 @@ def check_weights(files: ModelFiles, raw: Mapping[str, Any], text: Mapping[str, 
             f"{INDEX} of {path} names {missing[0]}, which none of its files holds: they belong to "
             "different downloads"
         )
+    is_uniform = not text and raw["model_type"] in _UNIFORM
     layers = [int(found[1]) for name in shapes for found in _LAYER.finditer(name)]
     num_layers = config.get("num_hidden_layers")
-    if layers and isinstance(num_layers, int) and max(layers) + 1 < num_layers:
+    if is_uniform and layers and isinstance(num_layers, int) and max(layers) + 1 < num_layers:
         raise ModelRefused(
             f"config.json of {path} has num_hidden_layers {num_layers}, but the weights of layer "
             f"{max(layers) + 1} are missing"
         )
-    known = _SHAPES | (_SHAPES_IF_UNIFORM if not text and raw["model_type"] in _UNIFORM else {})
+    known = _SHAPES | (_SHAPES_IF_UNIFORM if is_uniform else {})
     for name, shape in shapes.items():
         matrix = ".".join(name.removesuffix(".weight").split(".")[-2:])
         for side, num, factors in zip(_SIDES, shape, known.get(matrix, ()), strict=False):
             sizes: list[Any] = [config.get(factor) for factor in factors]
-            if all(type(size) is int for size in sizes) and num != math.prod(sizes):
+            is_known = all(type(size) is int for size in sizes)
+            # Others may have rows beyond the vocabulary (Moshi, Mllama).
+            if is_known and (num != math.prod(sizes) if is_uniform else num < math.prod(sizes)):
                 said = " and ".join(map("{} {}".format, factors, sizes))
                 raise ModelRefused(f"{name} of {path} has {num} {side}, but config.json has {said}")
 

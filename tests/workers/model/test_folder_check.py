@@ -250,7 +250,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "cut tokenizer": (cut("tokenizer.json"), ("tokenizer.json", "cannot be read as JSON")),
     "other tokenizer": (write("tokenizer.json", "{}"), ("tokenizer.json", "is no tokenizer that")),
     "vocabulary": (edit(vocab_size=1000), ("has 320 rows", "config.json has vocab_size 1000")),
-    "layers": (edit(num_hidden_layers=3), (_CONFIG, "num_hidden_layers 3", "layer 2 are missing")),
     "cut weights": (cut(_WEIGHTS), (".safetensors of", "cut or damaged")),
     "cut header": (cut(_WEIGHTS, 0.001), (".safetensors of", "cut or damaged")),
     "no weights": (cut(_WEIGHTS, 0), (".safetensors of", "cut or damaged")),
@@ -264,6 +263,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 # Those of one kind of folder.
 _OF_KIND: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
+    "layers": (
+        "sharded",
+        edit(num_hidden_layers=3),
+        ("num_hidden_layers 3", "layer 2 are missing"),
+    ),
     "hidden size": ("single", edit(hidden_size=32), ("config.json has hidden_size 32",)),
     "intermediate size": ("single", edit(intermediate_size=9), ("has intermediate_size 9",)),
     "heads": ("sharded", edit(num_attention_heads=8), ("num_attention_heads 8 and head_dim 16",)),
