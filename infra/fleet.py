@@ -162,7 +162,7 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
         served_name = opts.served_name(options)
         candidate = entry_candidate(options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
-        raise UsageError(f"{where}: {exc}") from exc
+        raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
     if options.engine_module is None:
         try:
             check_model(options.model, options.engine)

@@ -30,6 +30,7 @@ from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.checkpoint import first_line, layer_configs
 from workers.model.runner import ModelRunner
 from workers.model.states import Mixer, find_mixers
+from workers.model.transformers_compat import has_attention
 
 # Keyword arguments that do not change our attention: positions are already in the rotary embedding,
 # the rest is bookkeeping.
@@ -221,7 +222,7 @@ def _own_logits(decoder: Any, prompts: list[Tensor]) -> Tensor:
 @contextmanager
 def own_attention_of(decoder: Any) -> Iterator[None]:
     """Gives the decoder transformers' attention for a while, if it has ours."""
-    has_ours = decoder.config._attn_implementation == ATTENTION_NAME
+    has_ours = has_attention(decoder, ATTENTION_NAME)
     if has_ours:
         decoder.set_attn_implementation("eager")
     try:

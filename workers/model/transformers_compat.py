@@ -46,6 +46,7 @@ __all__ = [
     "can_change_attention",
     "compute_by_rows",
     "forget_attention",
+    "has_attention",
     "has_kv",
     "has_state",
     "render_jinja_template",
@@ -143,6 +144,11 @@ def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BY
 def can_change_attention(model: Any) -> bool:
     """Whether a model takes its attention from the table where ours is registered."""
     return bool(model._can_set_attn_implementation())
+
+
+def has_attention(model: Any, name: str) -> bool:
+    """Whether a model uses the attention of that name now."""
+    return bool(model.config._attn_implementation == name)
 
 
 def forget_attention(config: PretrainedConfig) -> None:

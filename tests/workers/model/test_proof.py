@@ -149,7 +149,7 @@ def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
     loaded = load(folder, lines, attention="torch")
 
     assert isinstance(loaded.model, SequentialRunner)
-    assert "does not run in a paged batch: planted" in line_with("one sequence at a time", lines)
+    assert "does not run in a paged batch: planted" in line_with("served one sequence", lines)
     check_tokens(loaded, "llama", folder)
 
 
