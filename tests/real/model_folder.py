@@ -31,8 +31,10 @@ def write_model_folder(family: Family, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(family.config))
     if family.generation:
         (folder / "generation_config.json").write_text(json.dumps(family.generation))
-    # The loader looks for the head, to tell decoders from embedding models.
-    save_file({"lm_head.weight": np.zeros(1)}, folder / "model.safetensors")
+    # The loader looks for the head, to tell decoders from embedding models, and at its rows.
+    text = family.config.get("text_config", family.config)
+    head = np.zeros((text.get("vocab_size", 2**18), 1), np.float16)
+    save_file({"lm_head.weight": head}, folder / "model.safetensors")
     (folder / SAYS).mkdir()
 
 
