@@ -16,7 +16,6 @@ from workers.ipc.messages import Request
 
 if TYPE_CHECKING:  # who only counts sequences loads no numpy
     from workers.engine.grammar import Matcher
-    from workers.engine.states import SequenceState
 
 _NUM_MATCHED = 3
 _REMEMBERED = 0.9  # of an earlier answer's weight: it is the last ten that count
@@ -67,6 +66,20 @@ class PromptLookup:
 Account = tuple[str, str]  # lane and tenant
 
 
+@dataclass(slots=True)
+class SequenceState:
+    """The slot of a running sequence. A chunk that starts behind `source_end` tokens starts from
+    the state in slot `source`; `saves`: at which ends of its next chunk's parts, in tokens, the
+    state is copied to which slot."""
+
+    slot: int
+    source: int | None = None
+    source_end: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
+    branch_end: int = 0  # where KV of its prefix was cached without the state
+    answer_key: bytes = b""  # of the state kept last while it generates
+
+
 # Weakly referable, so that a model can keep state for a sequence without a leak.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
@@ -94,7 +107,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
     num_keyed: int = 0  # leading blocks known to the prefix cache
-    state: "SequenceState | None" = None  # while it runs on a model with states beside blocks
+    state: SequenceState | None = None  # while it runs on a model with states beside blocks
     num_once_computed: int = 0  # most tokens ever computed; below it, work is recomputation
     num_preemptions: int = 0
     max_output: int = 0  # output tokens that parameters and context allow

@@ -8,26 +8,9 @@ LLMs", 2024, keeps states at such places).
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from workers.engine.interface import Chunk
-    from workers.engine.sequence import Sequence
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """The slot of a running sequence. A chunk that starts behind `source_end` tokens starts from
-    the state in slot `source`; `saves`: at which ends of its next chunk's parts, in tokens, the
-    state is copied to which slot."""
-
-    slot: int
-    source: int | None = None
-    source_end: int = 0
-    saves: tuple[tuple[int, int], ...] = ()
-    branch_end: int = 0  # where KV of its prefix was cached without the state
-    answer_key: bytes = b""  # of the state kept last while it generates
+from workers.engine.interface import Chunk
+from workers.engine.sequence import Sequence, SequenceState
 
 
 class StateSlots:
@@ -43,13 +26,13 @@ class StateSlots:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._running: dict[int, SequenceState] = {}
 
-    def num_usable(self, sequence: "Sequence", num_blocks: int) -> int:
+    def num_usable(self, sequence: Sequence, num_blocks: int) -> int:
         """How many of its first `num_blocks` blocks, which are cached, end where a state is
         kept."""
         keys = sequence.block_keys
         return next((n for n in range(num_blocks, 0, -1) if keys[n - 1] in self._kept), 0)
 
-    def start(self, sequence: "Sequence", num_blocks: int, num_cached: int) -> None:
+    def start(self, sequence: Sequence, num_blocks: int, num_cached: int) -> None:
         """Gives it a slot, to start behind its first `num_blocks` blocks; KV of `num_cached` is
         cached."""
         self._free.sort(reverse=True)  # low slots first: neighbours are computed without copies
@@ -62,14 +45,14 @@ class StateSlots:
             state.branch_end = num_cached * self._block_size
         self._running[state.slot] = sequence.state = state
 
-    def end(self, sequence: "Sequence") -> None:
+    def end(self, sequence: Sequence) -> None:
         """Takes back the slot of a sequence, if it has one."""
         if sequence.state is not None:
             del self._running[sequence.state.slot]
             self._free.append(sequence.state.slot)
             sequence.state = None
 
-    def plan_saves(self, chunks: "Iterable[Chunk]") -> None:
+    def plan_saves(self, chunks: Iterable[Chunk]) -> None:
         """Chooses what is kept in a step. The keys of the chunks' full blocks must be known."""
         size = self._block_size
         for chunk in chunks:
@@ -91,7 +74,7 @@ class StateSlots:
                 if start < at <= end:
                     state.saves += self._save(sequence.block_keys[at // size - 1], at)
 
-    def audit(self, owners: "Iterable[Sequence]") -> None:
+    def audit(self, owners: Iterable[Sequence]) -> None:
         """Asserts that each slot is free, kept, or held by one of `owners`."""
         held = [owner.state.slot for owner in owners if owner.state is not None]
         assert sorted(held) == sorted(self._running)
@@ -111,7 +94,7 @@ class StateSlots:
         slot = self._kept[key] = self._blank.pop()
         return ((end, slot),)
 
-    def _drop_one_of(self, keys: "Iterable[bytes]") -> None:
+    def _drop_one_of(self, keys: Iterable[bytes]) -> None:
         """Drops the first that is kept and that no running sequence has yet to read."""
         sources = {state.source for state in self._running.values()}
         free = (key for key in keys if self._kept.get(key) not in {None, *sources})

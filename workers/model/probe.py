@@ -15,8 +15,7 @@ from transformers import PretrainedConfig
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, ModelRefused
-from workers.engine.sequence import Sequence
-from workers.engine.states import SequenceState
+from workers.engine.sequence import Sequence, SequenceState
 from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
 from workers.engine.interface import Chunk
-from workers.engine.states import SequenceState
+from workers.engine.sequence import SequenceState
 from workers.model.attention.interface import STEP_KEYWORD, RowSpan
 from workers.model.transformers_compat import (
     STATE_NAMES,

@@ -8,8 +8,7 @@ import torch
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, Model, RowFailed, Sample
-from workers.engine.sequence import Sequence
-from workers.engine.states import SequenceState
+from workers.engine.sequence import Sequence, SequenceState
 
 
 def make_sequence(
