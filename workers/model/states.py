@@ -59,9 +59,11 @@ def find_mixers(
         return {}, 0
     takers = {module: taken for module in decoder.modules() if (taken := _cache_name(module))}
     handles = [module.register_forward_pre_hook(cache.begin) for module in takers]
-    decoder(input_ids=input_ids, use_cache=True, **{name: cache})
-    for handle in handles:
-        handle.remove()
+    try:
+        decoder(input_ids=input_ids, use_cache=True, **{name: cache})
+    finally:
+        for handle in handles:
+            handle.remove()
     mixers = {
         module: Mixer(layer_idx, takers[module], states_of(cache.layers[layer_idx]))
         for module, layer_idx in cache.users.items()

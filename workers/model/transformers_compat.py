@@ -99,18 +99,24 @@ _OF_ROWS = {
     *("query", "key", "value", "g", "beta", "initial_state"),
     *("state", "hidden_states", "dt", "B", "C", "z"),
 }
+_OF_ALL = {
+    *("A", "D", "dt_bias", "dt_softplus", "chunk_size", "output_final_state"),
+    *("use_qk_l2norm_in_kernel", "kwargs"),
+}
 _STATE_BYTES = 2**21  # of rows that are computed at once; a processor's cache holds as much
 
 
 def compute_by_rows(mixer: Any) -> None:
     """Makes the reference functions beside a mixer's class, which update states with several passes
-    over all of a step, call themselves for a few rows at a time: their states stay in the cache."""
+    over all of a step, call themselves for a few rows at a time: their states stay in the cache.
+    One with an argument that is not known here is left as it is."""
     beside = vars(sys.modules[type(mixer).__module__])
     for name, function in list(beside.items()):
         if inspect.isfunction(function) and not hasattr(function, "computes_by_rows"):
-            parameters = inspect.signature(function).parameters
-            for state_name in {"state", "initial_state"} & parameters.keys():
-                beside[name] = by_rows(function, state_name)
+            names = inspect.signature(function).parameters.keys()
+            for state_name in {"state", "initial_state"} & names:
+                if names <= _OF_ROWS | _OF_ALL:
+                    beside[name] = by_rows(function, state_name)
 
 
 def by_rows(function: Callable[..., Any], state_name: str, most: int = _STATE_BYTES) -> Any:

@@ -2,6 +2,8 @@
 use.
 """
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from workers.model.model_types_compat import knows_model_type
 from workers.model.transformers_compat import (
     EncoderOutput,
     by_rows,
+    compute_by_rows,
     forget_attention,
     render_jinja_template,
     set_own_attention,
@@ -116,3 +119,23 @@ def test_mamba_2_computes_a_few_rows_at_a_time(heads: int, most: int) -> None:
 
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(changed, state)
+
+
+def test_a_function_with_an_unknown_argument_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to a row could not be told; a known one is exchanged once."""
+
+    def known(state: Any, dt: Any, A: Any) -> None: ...
+
+    def unknown(state: Any, dt: Any, gates: Any) -> None: ...
+
+    module: Any = ModuleType("mixers")
+    module.known, module.unknown = known, unknown
+    monkeypatch.setitem(sys.modules, "mixers", module)
+    mixer = type("Mixer", (), {"__module__": "mixers"})()
+
+    compute_by_rows(mixer)
+    exchanged = module.known
+    compute_by_rows(mixer)
+
+    assert module.unknown is unknown
+    assert module.known is exchanged is not known
