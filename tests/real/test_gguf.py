@@ -17,6 +17,7 @@ _FETCHED = [*(FOLDER.parent / "models").glob(f"{SMOLLM2}-*/config.json")]
 
 
 @pytest.mark.campaign
+@pytest.mark.long
 @pytest.mark.skipif(not _FETCHED, reason="SmolLM2 is not fetched: batchway up --model smollm2")
 def test_smollm2_answers_as_transformers_does_with_its_file(tmp_path: Path) -> None:
     """The same weights, bit by bit, the same prompt, and the right end."""

