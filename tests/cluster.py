@@ -27,6 +27,7 @@ from tests.ports import free_port
 NUM_SLOTS = 16_384
 # A failed primary's replica takes over after about twice this time.
 NODE_TIMEOUT_MS = 1_000
+_ANSWER_TIMEOUT_S = 30.0
 
 
 class Node:
@@ -47,12 +48,21 @@ class Node:
             self.server = subprocess.Popen(
                 server_command(self.port, self.folder, *self._settings), stdout=subprocess.DEVNULL
             )
-            self.client: Any = redis.Redis(port=self.port, protocol=2, retry=Retry(NoBackoff(), 0))
+            self.client: Any = self._connect()
             while self.server.poll() is None:
                 with contextlib.suppress(redis.RedisError):
                     if self.client.info("server")["process_id"] == self.server.pid:
                         return
                 time.sleep(0.01)
+
+    def _connect(self) -> redis.Redis:
+        """Whoever listens at the port instead may never answer."""
+        return redis.Redis(
+            port=self.port,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=_ANSWER_TIMEOUT_S,
+        )
 
     def run(self, *words: object) -> Any:
         return self.client.execute_command(*words)
@@ -72,7 +82,7 @@ class Node:
         self.client.close()
         command = server_command(self.port, self.folder, *self._settings, *settings)
         self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self.client = redis.Redis(port=self.port, protocol=2, retry=Retry(NoBackoff(), 0))
+        self.client = self._connect()
         until(self._answers)
 
     def _answers(self) -> bool:

@@ -3,27 +3,34 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 from msgspec.structs import replace
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from standardwebhooks import Webhook
 
 from contract.callbacks import Callback, CallbackKind, Secrets
+from contract.connection import broker_errors
+from contract.errors import BrokerUnavailable
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import FinishReason, Job, JobStatus
 from contract.keys import Keys, in_partition, partition_of
-from contract.outbox import DeadLetter, Outbox
+from contract.outbox import DeadLetter, Outbox, Taken
 from contract.partitions import made_number
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.callbacks_process import quick_settings
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
+from tests.chaos.proxy import Link
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fleet import until
+from workers.callbacks.rq_runner import AttemptQueue
 from workers.callbacks.service import CallbackService
 from workers.callbacks.webhook import WebhookSender
 
@@ -318,3 +325,37 @@ def test_errors_do_not_quote_malformed_secrets() -> None:
         with pytest.raises(ValueError, match="a secret") as caught:
             Secrets.parse(text)
         assert "hush" not in str(caught.value)
+
+
+class LosesOne(Link):
+    """Loses the reply of this number, and its connection with it."""
+
+    def __init__(self, url: str, number: int) -> None:
+        super().__init__(lambda: Path(url.removeprefix("unix://")))
+        self.num_left = number
+
+    async def before_reply(self, command: bytes, reply: bytes) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+async def test_a_connection_lost_at_any_command_leaves_an_attempt_to_be_repeated(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, number: int
+) -> None:
+    """redis-py has an error of its own for a connection that is lost in a transaction; a relay
+    must outlive it, too."""
+    link = LosesOne(redis_server.url, number)
+    await link.start()
+    client = redis.Redis.from_url(link.url, protocol=2, retry=Retry(NoBackoff(), 0))
+    attempts = AttemptQueue(client, "test", "a key")
+    taken = [Taken("job-0-" + "0" * 32, 1)]
+    with suppress(BrokerUnavailable), broker_errors(client, "a command of RQ's queue"):
+        await asyncio.to_thread(attempts.put, taken)
+    has_lost = link.num_left <= 0
+    await asyncio.to_thread(attempts.put, taken)
+    assert await asyncio.to_thread(attempts.num_waiting) == 1
+    client.close()
+    await link.close()
+    assert has_lost or number > 4

@@ -29,8 +29,9 @@ _REPLACED = re.compile(r"runpy.* (gateway\.\S+)")
 _MAX_WAITING = _MAX_IDLE + _MAX_GIVEN_WAY
 _MIB = 2**20
 # Keys of a model that may exist while nothing runs: idle lanes, what lanes are owed, and for a week
-# what each tenant's outputs have told of their lengths.
-_COMES_AND_GOES = re.compile(r":0}:(idle|owed|lengths):")
+# what each tenant's outputs have told of their lengths; and the lock of RQ's maintenance, which a
+# process for callbacks takes once it runs, on a busy machine after the first look.
+_COMES_AND_GOES = re.compile(r":0}:(idle|owed|lengths):|^{rq}:clean_groups$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ code, even with the JSON serializer. These jobs import nothing: their function n
 the only allowed one, their arguments carry an HMAC under a key that is not in Redis, and RQ's other
 ways to run code or send requests are disabled."""
 
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -16,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -138,17 +138,17 @@ class AttemptQueue:
 
     def put(self, attempts: Sequence[Taken]) -> None:
         """Enqueues attempts, except those already queued. RQ's option `unique` runs a script, which
-        the Redis users of `batchway redis-roles` may not."""
+        the Redis users of `batchway redis-roles` may not. A WatchError means that another process
+        has enqueued the attempt, or that the connection was lost: then it is repeated."""
         for taken in attempts:
             job = signed_job(taken, self.key, self._client, JSONSerializer)
-            with self._client.pipeline() as transaction:
+            with suppress(WatchError), self._client.pipeline() as transaction:
                 transaction.watch(job.key)  # type: ignore[no-untyped-call]
                 if transaction.exists(job.key):
                     continue
                 transaction.multi()
                 self.queue.enqueue_job(job, pipeline=transaction)
-                with contextlib.suppress(WatchError):
-                    transaction.execute()
+                transaction.execute()
 
     def num_waiting(self) -> int:
         """Attempts that wait, and those that a worker has taken off the queue and not begun."""
