@@ -53,7 +53,8 @@ class Runner:
 
     def finish(self) -> None:
         """Returns once everything queued before has been processed, and stops the worker."""
-        self.attempts.put([LAST])
+        last = signed_job(LAST, self.attempts.key, self.client, JSONSerializer)
+        self.attempts.queue.enqueue_job(last)  # behind all others
         assert self._has_last.wait(20)
         self._runner.stop()
         self.client.close()

@@ -7,6 +7,7 @@ import pytest
 from contract.outbox import DoneVerdict, Taken
 from tests.oracle.scripts import Calls, scripts
 from tests.oracle.world import LEASE_S, World, job_id, name_of
+from workers.callbacks.rq_runner import AttemptQueue
 
 
 class OutboxCalls(Calls):
@@ -208,3 +209,26 @@ it was given up, and is dead no more
 """)
 def test_a_dead_letter_is_replayed_for_its_tenant(calls: Calls, script: list[str]) -> None:
     calls.run(["ended t1", *script])
+
+
+@pytest.mark.parametrize("seconds", [1, LEASE_S / 2, LEASE_S - 1])
+def test_a_queue_slower_than_leases_delivers_all_the_same(
+    calls: OutboxCalls, world: World, seconds: float
+) -> None:
+    """RQ performs one attempt in so many seconds, and its queue has room for eight."""
+    names = [f"{tenant}{number}" for tenant in "tuv" for number in range(8)]
+    calls.ended(*names)
+    attempts = AttemptQueue(world.client, "test", "a key")
+    delivered = set[str]()
+    for _ in range(3 * len(names)):
+        if room := 8 - attempts.num_waiting():
+            attempts.put(world.take(room, per_target=8))
+        raw: Any = world.client.lpop(attempts.queue.key)
+        if raw is not None:
+            id_, _, attempt = raw.decode().removeprefix("cb-").rpartition("-")
+            taken = Taken(id_, int(attempt))
+            world.pass_time(seconds)
+            if world.run(world.outbox.start(taken, lease_s=LEASE_S)):
+                world.done(taken, "delivered")
+                delivered.add(name_of(taken.job_id))
+    assert delivered == set(names)

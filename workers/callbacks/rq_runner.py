@@ -139,15 +139,18 @@ class AttemptQueue:
     def put(self, attempts: Sequence[Taken]) -> None:
         """Enqueues attempts, except those already queued. RQ's option `unique` runs a script, which
         the Redis users of `batchway redis-roles` may not. A WatchError means that another process
-        has enqueued the attempt, or that the connection was lost: then it is repeated."""
-        for taken in attempts:
+        has enqueued the attempt, or that the connection was lost: then it is repeated.
+
+        New attempts come first, in their order: if RQ is so slow that leases lapse in its queue,
+        those at its end are over, and attempts behind them would be, too."""
+        for taken in reversed(attempts):
             job = signed_job(taken, self.key, self._client, JSONSerializer)
             with suppress(WatchError), self._client.pipeline() as transaction:
                 transaction.watch(job.key)  # type: ignore[no-untyped-call]
                 if transaction.exists(job.key):
                     continue
                 transaction.multi()
-                self.queue.enqueue_job(job, pipeline=transaction)
+                self.queue.enqueue_job(job, pipeline=transaction, at_front=True)
                 transaction.execute()
 
     def num_waiting(self) -> int:
