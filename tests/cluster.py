@@ -22,7 +22,7 @@ from redis.retry import Retry
 from contract.cluster import pool_from_url
 from contract.keys import Keys
 from infra.embedded_redis import find_server
-from tests.ports import free_port
+from tests.ports import lasting_port
 
 NUM_SLOTS = 16_384
 # A failed primary's replica takes over after about twice this time.
@@ -44,7 +44,7 @@ class Node:
         """If another process takes one of the two ports after they were found free, the server
         exits and two other ports are tried."""
         while True:
-            self.port = free_port()
+            self.port = lasting_port()
             self.server = subprocess.Popen(
                 server_command(self.port, self.folder, *self._settings), stdout=subprocess.DEVNULL
             )

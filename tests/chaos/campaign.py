@@ -9,7 +9,7 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.connection import connect, end_tasks
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys, partition_of
@@ -190,7 +190,7 @@ async def _rest(fleet: Fleet) -> None:
     """I14: without faults every job ends, and every callback is delivered. Returns when this is
     done or the time limit has passed."""
     for keys in fleet.all_keys():
-        async with connect(fleet.redis_url, keys) as client:
+        async with fleet.observe(keys) as client:
 
             async def is_at_rest() -> bool:
                 for name in ("deadlines", "leases"):
@@ -212,7 +212,7 @@ async def _reckon(
     has_key, statuses = dict[str, bool](), dict[str, JobStatus]()
     async with contextlib.AsyncExitStack() as stack:
         places = [
-            (keys, await stack.enter_async_context(connect(fleet.redis_url, keys)))
+            (keys, await stack.enter_async_context(fleet.observe(keys)))
             for keys in fleet.all_keys()
         ]
         for keys, client in places:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import redis.asyncio
+
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import connect
 from contract.keys import Keys
@@ -24,6 +26,7 @@ from tests.chaos.server import ChaosRedis
 from tests.fakes import HashModelOptions
 
 _NUM_TENANTS = 8
+_ANSWER_TIMEOUT_S = 30.0
 HASH_MODEL = HashModelOptions(num_blocks=256, step_s=0.02)
 
 
@@ -122,6 +125,10 @@ class Fleet:
         """For observers."""
         return self.redis.url if self.cluster is None else self.cluster.entry.url
 
+    def observe(self, keys: Keys) -> redis.asyncio.Redis:
+        """An observer's client of a partition, which waits longer than any part."""
+        return connect(self.redis_url, keys, command_timeout_s=_ANSWER_TIMEOUT_S)
+
     def all_keys(self) -> list[Keys]:
         """Of all partitions."""
         if self.cluster is None:
@@ -131,7 +138,7 @@ class Fleet:
     async def _make_api_keys(self) -> None:
         """In a cluster callers are of several tenants."""
         if self.cluster is not None:
-            async with connect(self.redis_url, Keys(NAMESPACE)) as client:
+            async with self.observe(Keys(NAMESPACE)) as client:
                 made = ApiKeys(client, Keys(NAMESPACE))
                 for number in range(_NUM_TENANTS):
                     key, _ = await made.create(KeyTerms(tenant=f"tenant-{number}"))
