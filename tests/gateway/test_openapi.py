@@ -41,6 +41,8 @@ from tests.gateway.vector_worker import (
     vector_worker,
 )
 
+# The gateway's threads are of this process; where Redis is slow to answer, they draw random pauses.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 NUM_EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}  # of each operation
 # The models that answer, by the call's body.
 VECTOR_MODELS = {

@@ -150,7 +150,9 @@ class AttemptQueue:
                 if transaction.exists(job.key):
                     continue
                 transaction.multi()
-                self.queue.enqueue_job(job, pipeline=transaction, at_front=True)
+                self.queue.enqueue_job(job, pipeline=transaction)
+                # `at_front` would need LPUSH, a right that users of earlier versions lack.
+                transaction.lmove(self.queue.key, self.queue.key, "RIGHT", "LEFT")
                 transaction.execute()
 
     def num_waiting(self) -> int:
