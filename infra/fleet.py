@@ -161,13 +161,10 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
         choose_engine(options)
         served_name = opts.served_name(options)
         candidate = entry_candidate(options)
+        if options.engine_module is None:
+            check_model(options.model, options.engine)
     except (UsageError, argparse.ArgumentTypeError) as exc:
         raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
-    if options.engine_module is None:
-        try:
-            check_model(options.model, options.engine)
-        except UsageError as exc:
-            raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
     return FleetEntry(
         where=where,
         served_model_name=served_name,

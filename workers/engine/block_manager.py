@@ -207,9 +207,9 @@ class BlockManager:
     def find(self, sequence: Sequence) -> list[int]:
         """The cached blocks of its prefix that it can start on."""
         found = [] if self.cache is None else self.cache.find(sequence)
-        return (
-            found if self.states is None else found[: self.states.num_usable(sequence, len(found))]
-        )
+        if self.states is None:
+            return found
+        return found[: self.states.num_usable(sequence, len(found))]
 
     def share(self, sequence: Sequence, block_ids: Seq[int]) -> None:
         """Starts a sequence without blocks on full blocks that are already computed."""
