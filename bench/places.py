@@ -5,8 +5,8 @@ requests that it has while its engine process hands out tokens and places. It ru
 sequences at once, and then behind that process, a worker and Redis, or with a gateway as well.
 `--before` names another checkout, which takes turns with this one.
 
-`tail`: from the end of the median stream to the last. `processors`: what each part used of them;
-"others" is the engine's process.
+`tail`: from the end of the median stream to the last. `processors`: what each part used of them,
+for a piece of a stream as its caller gets it; "others" is the engine's process.
 """
 
 import argparse
@@ -67,6 +67,7 @@ VARIANTS = {
     "stated lengths": Variant(states_length=True),
     "n = 2": Variant(n=2),
     "HTTP": Variant(num_streams=64, is_http=True),
+    "HTTP, 128": Variant(num_streams=128, is_http=True),
 }
 
 
@@ -156,12 +157,14 @@ def _params(variant: Variant) -> SamplingParams:
 
 
 class Run(NamedTuple):
-    """Seconds: of the host alone, until the last and the median stream's end, and of processors."""
+    """Seconds: of the host alone, until the last and the median stream's end, and of processors.
+    `num_pieces`: of all streams, as their callers get them."""
 
     alone_s: float
     wall_s: float
     median_s: float
     processor_s: dict[str, float]
+    num_pieces: int
 
 
 async def through_redis(variant: Variant, folder: Path) -> Run:
@@ -192,7 +195,10 @@ async def through_redis(variant: Variant, folder: Path) -> Run:
     assert all(view.num_output_tokens == variant.n * variant.num_tokens for view, _ in views)
     start_ms = min(view.claimed_ms or 0 for view, _ in views)
     ends_s = sorted(((view.finished_ms or 0) - start_ms) / 1000 for view, _ in views)
-    return Run(alone_s(variant), ends_s[-1], statistics.median(ends_s), _less(spent, before))
+    num_pieces = variant.num_streams * variant.num_tokens
+    return Run(
+        alone_s(variant), ends_s[-1], statistics.median(ends_s), _less(spent, before), num_pieces
+    )
 
 
 def _job(variant: Variant) -> Job:
@@ -218,20 +224,22 @@ async def through_http(variant: Variant, folder: Path) -> Run:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
 
-        async def end_s(start_s: float) -> float:
+        async def end_s(start_s: float) -> tuple[float, int]:
             reader, writer = await asyncio.open_connection(*host.split(":"))
             writer.write((head + body).encode())
             answer = await reader.read()
             writer.close()
             assert b"[DONE]" in answer[-100:]
-            return time.monotonic() - start_s
+            return time.monotonic() - start_s, answer.count(b"\ndata: {")
 
         for _ in range(2):
             before, start_s = processor_s(server.pid), time.monotonic()
             calls = [end_s(start_s) for _ in range(variant.num_streams)]
-            ends_s = await asyncio.gather(*calls)
+            ends_s, nums = zip(*await asyncio.gather(*calls), strict=True)
         spent = processor_s(server.pid)
-    return Run(alone_s(variant), max(ends_s), statistics.median(ends_s), _less(spent, before))
+    return Run(
+        alone_s(variant), max(ends_s), statistics.median(ends_s), _less(spent, before), sum(nums)
+    )
 
 
 async def _redis_s(client: object) -> float:
@@ -282,18 +290,35 @@ def main() -> None:
                 run = measure_in(checkout.absolute(), name)
                 found[name, label].append(run)
                 print(name, label, run, file=sys.stderr, flush=True)
-    head = "variant", "checkout", "alone, s", "wall, s", "ratio", "tail, s", "processors, s"
+    head = (
+        "variant",
+        "checkout",
+        "alone, s",
+        "wall, s",
+        "ratio",
+        "tail, s",
+        "pieces",
+        "processors, µs",
+    )
     print(markdown_table([head, *(_row(*key, runs) for key, runs in found.items())]))
 
 
 def _row(name: str, label: str, runs: list[Run]) -> tuple[str, ...]:
-    """Medians; the processor time of the last run."""
+    """Medians."""
     alone, wall = (statistics.median(values) for values in list(zip(*runs, strict=True))[:2])
     ratio = statistics.median(run.wall_s / run.alone_s for run in runs)
     tail = statistics.median(run.wall_s - run.median_s for run in runs)
-    parts = sorted(runs[-1].processor_s.items(), key=lambda part: -part[1])
-    spent = ", ".join(f"{part} {s:.1f}" for part, s in parts if s >= 0.05)
-    return name, label, f"{alone:.2f}", f"{wall:.2f}", f"{ratio:.3f}", f"{tail:.3f}", spent
+    spent = {
+        part: statistics.median(1e6 * run.processor_s.get(part, 0) / run.num_pieces for run in runs)
+        for part in runs[0].processor_s
+    }
+    parts = sorted(spent.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{part} {us:.0f}" for part, us in parts if us >= 1)
+    num_pieces = statistics.median(run.num_pieces for run in runs)
+    return (
+        *(name, label, f"{alone:.2f}", f"{wall:.2f}", f"{ratio:.3f}", f"{tail:.3f}"),
+        *(f"{num_pieces:,.0f}", shown),
+    )
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pooling: Pooling | None = None  # of a prefill-only job; then `params` has only defaults
     flow: FlowCall | None = None  # of a flow's job, which calls other models
     parent: str = ""  # the id of the flow's job that called the model
+    channel: str = ""  # of its events, with those of other jobs; "": its own
     asked_model: str = ""  # the route that chose `model`; "": the caller chose it
     # Of /v1/responses: the request and its items, for the gateways, which alone decode it.
     response: bytes = b""
@@ -270,6 +271,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "prompt_logprob_bytes": num_prompt_tokens * logprob_bytes(params.prompt_logprobs),
             "is_stored": self.has_objects,
             "part": part,
+            "channel": self.channel,
         }
 
     @property

@@ -3,7 +3,7 @@
 -- job is in the hash, `next`, `tokens` and `hash` of its record may be outdated. An append adds a job;
 -- leaving the worker or a change of other packed values removes it.
 -- requires shared
-local PACKED = '<xddddc8ddds'  -- begins with a zero byte; numbers are doubles, the log's hash has 8 bytes
+local PACKED = '<xddddc8dddss'  -- begins with a zero byte; numbers are doubles, the log's hash has 8 bytes
 local PROGRESS = '<xddddc8'  -- its beginning, up to the hash
 
 function running.key(tag, owner)
@@ -18,20 +18,21 @@ end
 
 -- `remaining`: tokens of the job's cost that are not computed yet.
 function running.pack(epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining,
-    model_lane)
+    model_lane, channel)
   return struct.pack(PACKED, epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens,
-    remaining, model_lane)
+    remaining, model_lane, channel)
 end
 
 -- The packed values in that order; nothing where the value is malformed.
 function running.unpack(packed)
   if string.byte(packed) ~= 0 then return end
   local is_readable, epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining,
-    model_lane = pcall(struct.unpack, PACKED, packed)
+    model_lane, channel = pcall(struct.unpack, PACKED, packed)
   if not is_readable then return end
   local sum = tokens + log_bytes + deadline + max_tokens + remaining  -- NaN and inf fail the bounds
   if sum >= -2 ^ 53 and sum <= 2 ^ 53 and string.find(model_lane, '^%S+ ') then
-    return epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining, model_lane
+    return epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining, model_lane,
+      channel
   end
 end
 
@@ -40,7 +41,7 @@ function running.store(tag, job)
   if job.tokens == 0 or job.callback_every > 0 then return end
   redis.call('HSET', running.key(tag, job.owner), job.id, running.pack(job.epoch, job.next,
     job.tokens, job.log_bytes, job.hash, job.deadline, job.max_tokens, job.cost - ledger.done(job),
-    running.model_lane(job)))
+    running.model_lane(job), job.channel or ''))
 end
 
 -- {next, tokens, log_bytes, hash} of a job; nil where its record is current. `packed` as in load_job.

@@ -67,7 +67,7 @@ local NUMBERS = {
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
-  'passing', 'batch_price', 'runs', 'steered',
+  'passing', 'batch_price', 'runs', 'steered', 'channel',
 }
 for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
 for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
@@ -153,13 +153,28 @@ local function view(tag, id)
 end
 
 -- Appends one event to a job's log and publishes it; returns the log's new hash and the bytes that it
--- grew by. The caller must store both and the next event's number. `number` may be text.
-local function write_event(tag, id, number, hash, event)
+-- grew by. The caller must store both and the next event's number. `number` may be text. `channel`: of
+-- several jobs; '' or false: the job's own. `news`: what `publish` will send of each channel; nil: at once.
+local function write_event(tag, id, number, hash, event, channel, news)
   hash = string.sub(server().sha1hex(hash .. event), 1, 8)
-  local call, message = redis.call, number .. ' ' .. hash .. ' ' .. event
-  call('XADD', tag .. ':log:' .. id, number, 's', message)
-  call('PUBLISH', tag .. ':ev:' .. id, message)
-  return hash, memory.of_event(message)
+  local logged = number .. ' ' .. hash .. ' ' .. event
+  redis.call('XADD', tag .. ':log:' .. id, number, 's', logged)
+  if not channel or channel == '' then channel = id end
+  local message = id .. ' ' .. #logged .. '\n' .. logged
+  if not news then
+    redis.call('PUBLISH', tag .. ':ev:' .. channel, message)
+  elseif news[channel] then
+    table.insert(news[channel], message)
+  else
+    news[channel] = {message}
+  end
+  return hash, memory.of_event(logged)
+end
+
+local function publish(tag, news)
+  for channel, messages in pairs(news) do
+    redis.call('PUBLISH', tag .. ':ev:' .. channel, table.concat(messages))
+  end
 end
 
 -- What the reply of `claim` says of a job.
@@ -243,7 +258,8 @@ local function terminal(tag, job, status, code, message, now, result)
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   local bytes
   job.hash, bytes = write_event(tag, job.id, job.next, job.hash,
-    cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
+    cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}), job.channel,
+    job.news)
   job.next = job.next + 1
   local log_bytes = job.log_bytes + bytes
   if result and result ~= '' then

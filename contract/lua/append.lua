@@ -46,7 +46,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane, continu
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done_before
   local bytes
-  job.hash, bytes = write_event(tag, job.id, job.next, job.hash, event)
+  job.hash, bytes = write_event(tag, job.id, job.next, job.hash, event, job.channel, job.news)
   job.next, job.log_bytes = job.next + 1, job.log_bytes + bytes
   local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash,
     'log_bytes', job.log_bytes}
@@ -68,10 +68,11 @@ local function mark(job, lines, now)
 end
 
 -- Handles one item by the job's record: a verdict and its number.
-local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
+local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, news)
   local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
   local refusal = fence(job, incarnation, item.epoch)
   if refusal then return refusal, 0 end
+  job.news = news
   if item.number < job.next then return 'OK', job.next end
   if item.number > job.next then return 'GAP', job.next end
   if now >= job.deadline then
@@ -99,19 +100,19 @@ end
 
 -- Appends output of a job that continues within its cost, without its record: the new packed progress,
 -- or nil where append_one must handle the item.
-local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane)
-  local known_epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining, model_lane =
-    running.unpack(packed)
+local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane, news)
+  local known_epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining, model_lane,
+    channel = running.unpack(packed)
   if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
   tokens = tokens + num_tokens
   if now >= deadline or tokens > max_tokens or num_tokens > remaining then return nil end
   local bytes
-  hash, bytes = write_event(tag, id, number, hash, event)
+  hash, bytes = write_event(tag, id, number, hash, event, channel, news)
   local gains = gains_by_lane[model_lane] or gains_of(gains_by_lane, model_lane)
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + num_tokens
   return running.pack(epoch, next_number + 1, tokens, log_bytes + bytes, hash, deadline, max_tokens,
-    remaining - num_tokens, model_lane)
+    remaining - num_tokens, model_lane, channel)
 end
 
 -- Packed progress of the call's jobs by id; false for jobs without.
@@ -146,7 +147,7 @@ end
 local function append(keys, argv)
   local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local exceptions, gains_by_lane, renewed, num_slow = {}, {}, {}, 0
+  local exceptions, gains_by_lane, renewed, news, num_slow = {}, {}, {}, {}, 0
   local running_jobs, advanced, num_advanced = load_running(tag, incarnation, argv), {}, 0
   local packed_items, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
@@ -158,7 +159,7 @@ local function append(keys, argv)
     running_jobs[id] = nil  -- append_one handles a second event of a job
     if packed and event ~= '' and fin == '' then
       packed = append_running(tag, now, packed, id, epoch, number, event, num_tokens,
-        gains_by_lane)
+        gains_by_lane, news)
     else
       packed = nil
     end
@@ -183,7 +184,8 @@ local function append(keys, argv)
         item.code, item.message, item.result, item.prompt_tokens, from =
           struct.unpack(END, packed_items, from)
       end
-      local verdict, verdict_number = append_one(tag, now, incarnation, item, gains_by_lane, renewed)
+      local verdict, verdict_number = append_one(tag, now, incarnation, item, gains_by_lane, renewed,
+        news)
       if verdict ~= 'OK' or verdict_number ~= item.number + 1 then
         table.insert(exceptions, i - FIRST_ID + 1)
         table.insert(exceptions, verdict)
@@ -194,6 +196,7 @@ local function append(keys, argv)
   write('HSET', running.key(tag, incarnation), advanced)
   if lease_ms > 0 then renew(tag, now + lease_ms, renewed) end
   count(tag, gains_by_lane)
+  publish(tag, news)
   return exceptions
 end
 

@@ -21,6 +21,7 @@
 --       is_stored (the object store holds its prompt),
 --       part ('parent': a flow's job, 'child': a call of one, 'nested': both, '': neither),
 --       call_prompt_tokens (of a flow's calls, more than its own prompt; absent: 0),
+--       channel (of its events, with those of other jobs; absent: its own),
 --       callback_to (destination, '': no callback), callback_started (send a message at the start),
 --       callback_every (output tokens between progress messages; 0: none)
 --       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
@@ -69,6 +70,7 @@ local function accept(tag, job, terms, argv, found, now)
   if (terms.batch_price or 1) ~= 1 then
     redis.call('HSET', job.key, 'batch_price', terms.batch_price)
   end
+  if (terms.channel or '') ~= '' then redis.call('HSET', job.key, 'channel', terms.channel) end
   if job.arm ~= '' then redis.call('HSET', job.key, 'arm', job.arm) end
   if terms.callback_to ~= '' then
     redis.call('HSET', job.key, 'callback', argv[8], 'callback_to', terms.callback_to,

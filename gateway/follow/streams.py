@@ -26,7 +26,7 @@ from gateway.follow.sync_call import START, LogPosition, SyncCall, TimeLimit
 from gateway.http import sse
 from gateway.http.errors import NO_RETRY, ApiError, Draining, failure_of, to_call_error
 from gateway.redis.broker import Broker
-from gateway.redis.hints import Idle, Reset
+from gateway.redis.hints import Idle, News, Reset
 from gateway.state import Gateway
 
 log = logging.getLogger("batchway.gateway")
@@ -42,9 +42,10 @@ async def follow(
     call: SyncCall | None = None,
     submitted_s: float | None = None,
     ends_with_drain: bool = True,
-) -> AsyncIterator[LogEntry | Idle | Reset]:
-    """Yields events as they are logged, up to the End, Reset where the log was replaced, Idle while
-    nothing comes. Nothing if the position is that of the end.
+) -> AsyncIterator[News]:
+    """Yields events as they are logged, those together that came at once, and the End by itself;
+    Reset where the log was replaced, Idle while nothing comes. Nothing if the position is that of
+    the end.
 
     `call`, which waits for the answer, is told the first token and the models that a flow calls.
     `submitted_s`: as for Broker.events; that of the call by default. Raises Draining when the
@@ -52,23 +53,27 @@ async def follow(
     """
     if call is not None:
         submitted_s = call.submitted_s
-    events = gateway.broker.events(
-        job.id, job.tenant, position.number, position.hash, submitted_s=submitted_s
-    )
-    async for item in events:
-        match item:
+    events = gateway.broker.events(job, position.number, position.hash, submitted_s=submitted_s)
+    async for news in events:
+        match news:
             case LogEntry(event=End() as end):
                 if call is not None:
                     _log_answered(job, end)
-                yield item
+                yield news
                 return
-            case LogEntry(event=Members() as members) if call is not None:
-                call.note_members(members)
-            case LogEntry() if call is not None:
-                call.timing.mark("first_token")
-        yield item
+            case [*entries] if call is not None:
+                _note(call, entries)
+        yield news
         if ends_with_drain and gateway.drain.is_over:
             raise Draining
+
+
+def _note(call: SyncCall, entries: Sequence[LogEntry]) -> None:
+    for entry in entries:
+        if isinstance(entry.event, Members):
+            call.note_members(entry.event)
+        else:
+            call.timing.mark("first_token")
 
 
 def _log_answered(job: Job, end: End) -> None:
@@ -88,14 +93,15 @@ async def whole_answer(call: SyncCall) -> dict[str, Any]:
     AnsweredOtherwise if the call became a job."""
     gateway, job = call.gateway, call.job
     answer = await answer_to(gateway, job)
-    async for item in follow(gateway, job, call=call):
-        match item:
+    async for news in follow(gateway, job, call=call):
+        match news:
             case LogEntry(event=End() as end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
                 return await built(answer, end.prompt_tokens, end.output_tokens)
-            case LogEntry():
-                answer.add(item)
+            case [*entries]:
+                for entry in entries:
+                    answer.add(entry)
             case Reset():
                 answer.reset()
         if call.time_limit.is_over(has_sent=False):
@@ -164,8 +170,8 @@ async def call_stream(
     has_sent, last_id = starts_over, position.sse_id
     may_begin_early = call.time_limit.wait_s is None
     try:
-        async for item in follow(gateway, job, position, call=call):
-            match item:
+        async for news in follow(gateway, job, position, call=call):
+            match news:
                 case LogEntry(event=End() as end):
                     failure = failure_of(end)
                     if failure is not None:
@@ -173,10 +179,10 @@ async def call_stream(
                     if includes_usage:
                         yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
                     break
-                case LogEntry():
-                    if messages := _chunk_messages(chunks, item, has_id=has_ids):
+                case [*entries]:
+                    if messages := _chunk_messages(chunks, entries, has_ids=has_ids):
                         yield messages
-                        has_sent, last_id = True, item.sse_id
+                        has_sent, last_id = True, entries[-1].sse_id
                         heartbeat.touch()
                 case Reset() if may_reset:
                     chunks.reset()
@@ -235,27 +241,27 @@ async def job_stream(
     if begun and position is START:
         yield begun
     try:
-        async for item in follow(gateway, job, position):
-            match item:
+        async for news in follow(gateway, job, position):
+            match news:
                 case LogEntry(event=End() as end):
                     ended, _ = await gateway.broker.read(job.id, job.tenant)
                     if isinstance(chunks, ResponseEvents):
                         yield b"".join(map(sse.message, chunks.end(ended)))
                     yield sse.message(
-                        job_object(ended).model_dump(), event=end.status, id_=item.sse_id
+                        job_object(ended).model_dump(), event=end.status, id_=news.sse_id
                     )
                     break
-                case LogEntry():
-                    if messages := _chunk_messages(chunks, item, has_id=True):
+                case [*entries]:
+                    if messages := _chunk_messages(chunks, entries, has_ids=True):
                         yield messages
-                        last_id = item.sse_id
+                        last_id = entries[-1].sse_id
                         heartbeat.touch()
                 case Reset():
                     chunks.reset()
                     yield _RESET + _begun(chunks)
                 case Idle(view=read):
-                    if read is not None and (news := await queue_news.of(read)):
-                        yield news
+                    if read is not None and (queued := await queue_news.of(read)):
+                        yield queued
                         heartbeat.touch()
                     elif heartbeat.is_due():
                         yield sse.COMMENT
@@ -281,15 +287,18 @@ async def _prime(gateway: Gateway, chunks: Chunks | ResponseEvents, job: Job, af
             chunks.of(entry)
 
 
-def _chunk_messages(chunks: Chunks | ResponseEvents, entry: LogEntry, *, has_id: bool) -> bytes:
-    """Encodes chunks. Only the last has the id, so a client that resumes there has them all. Empty
-    if the event shows nothing."""
-    if not (messages := chunks.of(entry)):
-        return b""
-    *heads, last = messages
-    return b"".join(map(sse.message, heads)) + sse.message(
-        last, id_=entry.sse_id if has_id else None
-    )
+def _chunk_messages(
+    chunks: Chunks | ResponseEvents, entries: Sequence[LogEntry], *, has_ids: bool
+) -> bytes:
+    """Encodes the chunks of events. Only the last of each has its id, so a client that resumes
+    there has them all. Empty if the events show nothing."""
+    encoded = list[bytes]()
+    for entry in entries:
+        if messages := chunks.of(entry):
+            *heads, last = messages
+            encoded += map(sse.message, heads)
+            encoded.append(sse.message(last, id_=entry.sse_id if has_ids else None))
+    return b"".join(encoded)
 
 
 class _QueueNews:
@@ -318,16 +327,17 @@ async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, An
     limit. Raises ApiError if the job failed."""
     gateway, job = call.gateway, call.job
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
-    async for item in follow(gateway, job, call=call):
-        match item:
+    async for news in follow(gateway, job, call=call):
+        match news:
             case LogEntry(event=End() as end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
                 view, _ = await gateway.broker.read(job.id, job.tenant)
                 response: dict[str, Any] = events.end(view)[-1]["response"]
                 return response
-            case LogEntry():
-                events.of(item)
+            case [*entries]:
+                for entry in entries:
+                    events.of(entry)
             case Reset():
                 events.reset()
         if call.time_limit.is_over(has_sent=False):
@@ -352,14 +362,15 @@ async def response_stream(
     yield _messages(events.begin(), after) or sse.EMPTY_LINE
     num_at_start = events.num_events
     try:
-        async for item in follow(gateway, job, call=call):
-            match item:
+        async for news in follow(gateway, job, call=call):
+            match news:
                 case LogEntry(event=End()):
                     view, _ = await gateway.broker.read(job.id, job.tenant)
                     yield _messages(events.end(view), after)
                     break
-                case LogEntry():
-                    if messages := _messages(events.of(item), after):
+                case [*entries]:
+                    shown = [event for entry in entries for event in events.of(entry)]
+                    if messages := _messages(shown, after):
                         yield messages
                         heartbeat.touch()
                 case Reset() if events.num_events > num_at_start:

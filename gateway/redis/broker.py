@@ -8,6 +8,7 @@ opens the first connection, so a gateway can start while Redis is down.
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -55,7 +56,7 @@ from contract.payloads.store import (
 from contract.replays import replay_of
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
-from gateway.redis.hints import Cursor, Idle, Reset, is_end
+from gateway.redis.hints import Cursor, Idle, News, Reset, news_of
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels, WorkerWait
 from gateway.redis.shards import GatewayShard, GatewayShards
@@ -162,6 +163,8 @@ class Broker:
         self.clock = clock
         self.shards = GatewayShards(settings)
         first = self.shards.first  # has what is not a tenant's: models and keys
+        # Of the events of the calls that wait here: a step's are one message.
+        self.channel = secrets.token_hex(8)
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
         self.known = KnownModels(self.shards, settings.declared_models)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
@@ -377,13 +380,12 @@ class Broker:
 
     async def events(
         self,
-        job_id: str,
-        tenant: str,
+        job: Job,
         after: int = 0,
         after_hash: str | None = None,
         *,
         submitted_s: float | None = None,
-    ) -> AsyncIterator[LogEntry | Idle | Reset]:
+    ) -> AsyncIterator[News]:
         """Follows a job's log from event `after` to its End; yields Idle at least once per poll
         interval. Tolerates that Redis is down for up to `outage_grace_s`. Raises UnknownJob.
 
@@ -393,9 +395,9 @@ class Broker:
         cursor = Cursor(after, after_hash)
         view: JobView | None = None
         answered_s = self.clock()
-        shard = await self.shards.of(job_id)
-        channel = shard.keys.of("ev", job_id)
-        async with self._following(job_id), shard.hints.listen(channel) as mailbox:
+        shard = await self.shards.of(job.id)
+        channel = shard.keys.of("ev", job.channel or job.id)
+        async with self._following(job.id), shard.hints.listen(channel, job.id) as mailbox:
             is_whole, wait_s = False, self._settings.poll_s
             if submitted_s is not None:
                 is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
@@ -407,15 +409,15 @@ class Broker:
                         yield Idle(view)
                         await self.sweep()
                         break
-                    for entry in cursor.next_of(hints):
-                        yield entry
-                        if is_end(entry):
+                    for news in news_of(cursor.next_of(hints)):
+                        yield news
+                        if isinstance(news, LogEntry):
                             return
                     if cursor.misses_some_of(hints):
                         break
                     answered_s = self.clock()
                 try:
-                    view, items, is_whole = await self._next_page(job_id, tenant, cursor)
+                    view, items, is_whole = await self._next_page(job, cursor)
                 except BrokerUnavailable:
                     if self.clock() - answered_s > self._settings.outage_grace_s:
                         raise
@@ -424,9 +426,9 @@ class Broker:
                     is_whole = False
                     continue
                 answered_s = self.clock()
-                for item in items:
-                    yield item
-                    if is_end(item):
+                for news in items:
+                    yield news
+                    if isinstance(news, LogEntry):
                         return
                 if is_whole and view.is_terminal:
                     return  # the caller has the End already
@@ -468,17 +470,15 @@ class Broker:
     def _first_look_s(self, submitted_s: float) -> float:
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
-    async def _next_page(
-        self, job_id: str, tenant: str, cursor: Cursor
-    ) -> tuple[JobView, Sequence[LogEntry | Reset], bool]:
-        """Returns the job, the new items of its log, and whether the log has no more at present."""
+    async def _next_page(self, job: Job, cursor: Cursor) -> tuple[JobView, Sequence[News], bool]:
+        """Returns the job, what is new in its log, and whether the log has no more at present."""
         view, entries = await self.read(
-            job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
+            job.id, job.tenant, after=cursor.read_after, max_events=PAGE_EVENTS
         )
         if not cursor.agrees_with(view, entries):
             cursor.reset()
             return view, [Reset()], False
-        return view, cursor.next_of(entries), view.ends_with(entries)
+        return view, news_of(cursor.next_of(entries)), view.ends_with(entries)
 
     async def sweep(self) -> None:
         """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""

@@ -6,9 +6,10 @@ mailbox then reports a gap, and its owner reads the log.
 """
 
 import asyncio
+import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -38,8 +39,16 @@ class Reset(msgspec.Struct, frozen=True):
     """The log was replaced: the next event is the first of the new log."""
 
 
-def is_end(item: LogEntry | Reset) -> bool:
-    return isinstance(item, LogEntry) and isinstance(item.event, End)
+# What a follower gets: the events that came at once, without the End, which comes by itself.
+News = list[LogEntry] | LogEntry | Idle | Reset
+
+
+def news_of(entries: list[LogEntry]) -> list[News]:
+    """Events in their order, without a gap, as a follower gets them."""
+    if not entries or not isinstance(entries[-1].event, End):
+        return [entries] if entries else []
+    *before, end = entries
+    return [before, end] if before else [end]
 
 
 class Cursor:
@@ -98,6 +107,8 @@ class Mailbox:
         self._has_gap = False
         self._has_news = False
         self._waiting: asyncio.Future[None] | None = None  # set for the owner when hints arrive
+        self._waits_until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, entry: LogEntry, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > self._max_bytes:
@@ -119,15 +130,16 @@ class Mailbox:
     async def take(self, timeout_s: float) -> list[LogEntry] | None:
         """Waits for hints and returns them; [] after a gap, None after the timeout."""
         if not self._has_news:
-            # An asyncio.timeout around the event would take three times as many calls per token.
             loop = asyncio.get_running_loop()
             self._waiting = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            self._waits_until_s = loop.time() + timeout_s
+            # One timer for many tokens: most come long before it is due.
+            if self._timer is None or self._timer.when() > self._waits_until_s:
+                self._start_timer(loop)
             try:
                 await self._waiting
             finally:
                 self._waiting = None
-                timer.cancel()
             if not self._has_news:
                 return None
         hints = [] if self._has_gap else list(self._hints)
@@ -135,6 +147,23 @@ class Mailbox:
         self._num_bytes = 0
         self._has_gap = self._has_news = False
         return hints
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.close()
+        self._timer = loop.call_at(self._waits_until_s, self._note_time, loop)
+
+    def _note_time(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiting is None:
+            return
+        if loop.time() < self._waits_until_s:
+            self._start_timer(loop)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
@@ -147,26 +176,28 @@ class Hints:
     def __init__(self, client: redis.asyncio.Redis, *, max_bytes: int) -> None:
         self._client = client
         self._max_bytes = max_bytes
-        self._mailboxes: dict[bytes, set[Mailbox]] = {}
+        self._mailboxes: dict[bytes, dict[bytes, set[Mailbox]]] = {}  # by channel and job
         self._confirmed: set[bytes] = set()
         self._is_changed = False  # set when the channels with mailboxes change
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def listen(self, channel: str) -> AsyncIterator[Mailbox]:
-        """A mailbox for a channel. It is subscribed, unless Redis is slow to confirm."""
+    async def listen(self, channel: str, job_id: str) -> AsyncIterator[Mailbox]:
+        """A mailbox for a job's events in a channel. It is subscribed, unless Redis is slow to
+        confirm."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="hints")
         name, mailbox = channel.encode(), Mailbox(self._max_bytes)
-        self._enter(name, mailbox)
+        self._enter(name, job_id.encode(), mailbox)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SUBSCRIBE_TIMEOUT_S):
                     await mailbox.is_subscribed.wait()
             yield mailbox
         finally:
-            self._leave(name, mailbox)
+            mailbox.close()
+            self._leave(name, job_id.encode(), mailbox)
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -174,18 +205,19 @@ class Hints:
             self._task = None
         await self._client.aclose()
 
-    def _enter(self, name: bytes, mailbox: Mailbox) -> None:
-        if name in self._mailboxes:
-            self._mailboxes[name].add(mailbox)
-        else:
-            self._mailboxes[name] = {mailbox}
+    def _enter(self, name: bytes, job_id: bytes, mailbox: Mailbox) -> None:
+        if name not in self._mailboxes:
+            self._mailboxes[name] = {}
             self._note_change()
+        self._mailboxes[name].setdefault(job_id, set()).add(mailbox)
         if name in self._confirmed:
             mailbox.is_subscribed.set()
 
-    def _leave(self, name: bytes, mailbox: Mailbox) -> None:
+    def _leave(self, name: bytes, job_id: bytes, mailbox: Mailbox) -> None:
         followers = self._mailboxes[name]
-        followers.discard(mailbox)
+        followers[job_id].discard(mailbox)
+        if not followers[job_id]:
+            del followers[job_id]
         if not followers:
             del self._mailboxes[name]
             self._note_change()
@@ -235,8 +267,8 @@ class Hints:
 
     def _forget_subscriptions(self) -> None:
         self._confirmed.clear()
-        for mailboxes in self._mailboxes.values():
-            for mailbox in mailboxes:
+        for name in self._mailboxes:
+            for mailbox in self._of_channel(name):
                 mailbox.is_subscribed.clear()
                 mailbox.mark_gap()
 
@@ -244,20 +276,28 @@ class Hints:
         """A repeated confirmation means that redis-py reconnected and messages may be lost."""
         is_again = name in self._confirmed
         self._confirmed.add(name)
-        for mailbox in self._mailboxes.get(name, ()):
+        for mailbox in self._of_channel(name):
             mailbox.is_subscribed.set()
             if is_again:
                 mailbox.mark_gap()
 
-    def _deliver(self, name: bytes, raw: bytes) -> None:
-        mailboxes = self._mailboxes.get(name)
-        if mailboxes is None:
-            return
+    def _of_channel(self, name: bytes) -> Iterator[Mailbox]:
+        return itertools.chain.from_iterable(self._mailboxes.get(name, {}).values())
+
+    def _deliver(self, name: bytes, message: bytes) -> None:
+        """Passes on the events of a message: `<job id> <bytes of the event>`, a line end and the
+        event as in the log, for each."""
+        by_job, start = self._mailboxes.get(name, {}), 0
         try:
-            entry = decode_logged(raw)
-        except WireError:
-            for mailbox in mailboxes:
+            while start < len(message):
+                end_of_head = message.index(b"\n", start)
+                job_id, num_bytes = message[start:end_of_head].split(b" ")
+                first, start = end_of_head + 1, end_of_head + 1 + int(num_bytes)
+                if mailboxes := by_job.get(job_id):
+                    logged = message[first:start]
+                    entry = decode_logged(logged)
+                    for mailbox in mailboxes:
+                        mailbox.put(entry, len(logged))
+        except (ValueError, WireError):
+            for mailbox in self._of_channel(name):
                 mailbox.mark_gap()
-            return
-        for mailbox in mailboxes:
-            mailbox.put(entry, len(raw))

@@ -192,6 +192,7 @@ async def begin(call: SyncCall, caller: Caller, job: Job, submission: Submission
     submitted_s = gateway.broker.clock()
     if job.flow is not None:
         await check_first_calls(gateway, job, submission)
+    job = msgspec.structs.replace(job, channel=gateway.broker.channel)
     submitted = await gateway.submit(job, submission)
     call.timing.mark("admission")
     if not submitted.is_new:

@@ -1,17 +1,22 @@
 """The output of one step in one call of `append`, packed and mixed. Progress of running jobs is in
 their worker's hash, and never different from the record."""
 
+import asyncio
+import contextlib
 from collections import Counter
 
 import pytest
 import redis.asyncio
+from msgspec.structs import replace
 
 from contract.connection import connect
+from contract.events import LogEntry
 from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys
 from contract.library import ensure_library
+from gateway.redis.hints import Hints
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import LEASE_S, append, claim, make_job, make_submission, tokens
 
@@ -22,11 +27,11 @@ def said_by(job_id: str, number: int) -> Append:
     return Append(job_id, 1, number, tokens(number - 1, 7), 1)
 
 
-async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
+async def running_jobs(functions: Functions, num_jobs: int, channel: str = "") -> list[str]:
     """Jobs of worker `w1` with one token each."""
     job_ids = []
     for _ in range(num_jobs):
-        job = make_job()
+        job = replace(make_job(), channel=channel)
         await functions.submit(job, make_submission())
         job_ids.append(job.id)
     await claim(functions, max_jobs=num_jobs, max_tokens=100 * num_jobs)
@@ -77,13 +82,15 @@ async def test_a_worker_s_progress_is_stored_as_a_hash_table(
     assert await redis_client.object("encoding", keys.of("run", "w1")) == b"hashtable"
 
 
-async def test_a_step_needs_two_redis_commands_per_job(keys: Keys) -> None:
-    """Append and publish. Progress, leases and counters are read and written for all jobs at once.
-    The server is the test's own, because it counts what all clients do."""
+@pytest.mark.parametrize("channel", ["", "gateway"])
+async def test_a_step_needs_at_most_two_redis_commands_per_job(keys: Keys, channel: str) -> None:
+    """Append and publish, once for the jobs of a channel. Progress, leases and counters are read
+    and written for all jobs at once. The server is the test's own, because it counts what all
+    clients do."""
 
     async def commands(client: redis.asyncio.Redis, num_jobs: int) -> Counter[str]:
         functions = Functions(client, keys)
-        job_ids = await running_jobs(functions, num_jobs)
+        job_ids = await running_jobs(functions, num_jobs, channel)
         await client.config_resetstat()
         await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
         stats: dict[str, dict[str, int]] = await client.info("commandstats")
@@ -94,7 +101,38 @@ async def test_a_step_needs_two_redis_commands_per_job(keys: Keys) -> None:
             await ensure_library(client)
             few, many = await commands(client, 4), await commands(client, 12)
 
-    assert many - few == {"cmdstat_xadd": 8, "cmdstat_publish": 8}
+    told = {} if channel else {"cmdstat_publish": 8}
+    assert many - few == {"cmdstat_xadd": 8} | told
+
+
+async def test_a_channel_of_several_jobs_has_all_their_events_in_order(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """In the log's order for each job, with its end; a job without the channel keeps its own."""
+    followed = await running_jobs(functions, 3, "gateway")
+    [alone] = await running_jobs(functions, 1)
+    hints = Hints(redis_client, max_bytes=2**20)
+    channels = [(keys.of("ev", "gateway"), job_id) for job_id in followed]
+    async with contextlib.AsyncExitStack() as stack:
+        boxes = [
+            await stack.enter_async_context(hints.listen(*names))
+            for names in [*channels, (keys.of("ev", alone), alone)]
+        ]
+        job_ids = [*followed, alone]
+        ends = [Append(job_id, 1, 3, None, 0, JobStatus.SUCCEEDED) for job_id in job_ids[:2]]
+        said = [said_by(job_id, 2) for job_id in job_ids]
+        await append(functions, "w1", *said, *ends)
+        await functions.cancel(followed[2], "t")
+        await append(functions, "w1", said_by(alone, 3))
+        for job_id, mailbox in zip(job_ids, boxes, strict=True):
+            found = await functions.read(job_id, "t", after=1, max_events=9)
+            assert found is not None
+            heard = list[LogEntry]()
+            async with asyncio.timeout(20):
+                while len(heard) < 2:
+                    heard += await mailbox.take(20.0) or ()
+            assert heard == found[1]
+    await hints.aclose()
 
 
 async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:

@@ -228,13 +228,11 @@ async def live_worker(client: redis.asyncio.Redis) -> FakeWorker:
     return worker
 
 
-async def until_followers(
-    client: redis.asyncio.Redis, keys: Keys, job_id: str, wanted: int
-) -> None:
-    """Returns once this many gateways follow the job."""
+async def until_followers(client: redis.asyncio.Redis, keys: Keys, job: Job, wanted: int) -> None:
+    """Returns once this many gateways follow the job, or another one of the same channel."""
 
     async def is_so() -> bool:
-        [(_, num_followers)] = await client.pubsub_numsub(keys.of("ev", job_id))
+        [(_, num_followers)] = await client.pubsub_numsub(keys.of("ev", job.channel or job.id))
         return bool(num_followers == wanted)
 
     await until(is_so)

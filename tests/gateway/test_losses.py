@@ -2,6 +2,7 @@
 power cut the end of a log, or a whole job."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import httpx
@@ -52,15 +53,17 @@ async def test_a_follower_with_all_hints_does_not_read_the_log(
     claimed = await idle_worker.claim()
     if is_late:
         await idle_worker.run(claimed, says("a", "b"))
-    events = aiter(gateway.events(job.id, job.tenant, submitted_s=0.0))
+    events = aiter(gateway.events(job, submitted_s=0.0))
     first = asyncio.ensure_future(anext(events))
     if not is_late:
-        await until_followers(idle_worker.client, Keys("test"), job.id, 1)
+        await until_followers(idle_worker.client, Keys("test"), job, 1)
         await idle_worker.run(claimed, says("a", "b"))
 
-    items = [await first, *[item async for item in events]]
+    *said, end = [await first, *[item async for item in events]]
 
-    assert [item.number for item in items if isinstance(item, LogEntry)] == [1, 2, 3]
+    assert isinstance(end, LogEntry)
+    entries = [*itertools.chain.from_iterable(each for each in said if isinstance(each, list)), end]
+    assert [entry.number for entry in entries] == [1, 2, 3]
     assert (await _num_reads(idle_worker.client) == num_reads) == (not is_late)
     await gateway.aclose()
 
@@ -95,9 +98,9 @@ async def test_a_broken_subscription_is_restored_once(
     """A follower that arrives at that moment does not open a second connection."""
     client = connect(redis_server.url, Keys("test"), command_timeout_s=None)
     hints = Hints(client, max_bytes=1000)
-    async with hints.listen("first of one"):
+    async with hints.listen("first of one", "a"):
         await redis_client.client_kill_filter(_type="pubsub")
-        async with hints.listen("second") as mailbox:
+        async with hints.listen("second", "a") as mailbox:
             async with asyncio.timeout(20):
                 await mailbox.is_subscribed.wait()
             assert await redis_client.pubsub_numsub("first of one") == [(b"first of one", 1)]

@@ -150,7 +150,7 @@ async def test_on_disconnect_decides_about_the_job(
     claimed = await idle_worker.claim()
     await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
     await reading
-    await until_followers(redis_client, keys, claimed.job.id, 0)  # the gateway has noticed
+    await until_followers(redis_client, keys, claimed.job, 0)  # the gateway has noticed
     found = await idle_worker.functions.read(claimed.job.id, claimed.job.tenant)
     assert found is not None
     assert found[0].status is status
@@ -188,14 +188,14 @@ async def test_a_reader_that_stops_reading_is_disconnected_and_can_resume(
         claimed = await idle_worker.claim()
         ids: list[int] = []
         async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
-            await until_followers(redis_client, keys, job_id, 1)
+            await until_followers(redis_client, keys, claimed.job, 1)
             for number, event in enumerate(says(*"a" * num_events)(claimed.job), 1):
                 assert isinstance(event, Tokens)
                 size = len(text) if number > 1 else 1
                 deltas = (replace(delta, text=text[:size]) for delta in event.deltas)
                 await idle_worker.say(claimed, number, Tokens(tuple(deltas)))
             await idle_worker.finish(claimed, num_events + 1)
-            await until_followers(redis_client, keys, job_id, 0)  # nothing is read meanwhile
+            await until_followers(redis_client, keys, claimed.job, 0)  # nothing is read meanwhile
             await read(answer, ids)
         assert ids[-1] < num_events
         headers = {"last-event-id": str(ids[-1])}

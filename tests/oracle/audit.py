@@ -162,7 +162,7 @@ class Audit:
                     "place": raw[struct.calcsize("<xdddd8sddd") :].decode(),
                 }
                 numbers = {name: job.number(name) for name in ("epoch", "deadline", "max_tokens")}
-                place = f"{job['lane']:8} {job['model']}\0"
+                place = f"{job['lane']:8} {job['model']}\0{job.get('channel', '')}\0"
                 wanted = {"owner": job["owner"], **numbers, "to_do": max(0, left), "place": place}
                 same("packed as on record", {f"run:{owner}": found}, {f"run:{owner}": wanted})
                 job |= {"next": str(int(number)), "tokens": str(int(tokens))}

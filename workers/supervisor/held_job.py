@@ -463,6 +463,8 @@ class HeldJob:
 
     def take_marks(self, now_s: float) -> tuple[JobMark, ...]:
         """What is not logged yet."""
+        if not self._marks:
+            return ()
 
         def age_ms(at_s: float) -> int:
             return round(1000 * (now_s - at_s))

@@ -303,12 +303,14 @@ class Execution:
             return
         try:
             events = follow(calls.gateway, job, submitted_s=submitted_s, ends_with_drain=False)
-            async for item in events:
-                match item:
+            async for news in events:
+                match news:
                     case LogEntry(event=End() as end):
                         yield _ended(call, job, end)
-                    case LogEntry(event=(Prompt() | Tokens()) as event):
-                        yield event
+                    case [*entries]:
+                        for entry in entries:
+                            if isinstance(entry.event, Prompt | Tokens):
+                                yield entry.event
                     case Reset():  # Redis lost a part of the log: from the start
                         raise BrokerUnavailable("the log of a call was replaced")
         except PayloadLost as exc:
