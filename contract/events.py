@@ -9,7 +9,7 @@ from contract.errors import ErrorCode
 from contract.jobs import FinishReason, JobStatus
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token, and those of the most likely tokens where requested."""
 
     token_id: int
@@ -17,7 +17,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """More of one tool call: its name in the first delta, then parts of its arguments (JSON)."""
 
     index: int  # among the choice's calls
@@ -25,7 +25,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
     arguments: str
 
 
-class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
+class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New output of one choice: the tokens from position `start` on, and new text.
 
     Text lags behind tokens while a character or a possible stop string is incomplete. In chats,
@@ -44,7 +44,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     num_reasoning: int = 0  # of the tokens, those of the reasoning with its marks
 
 
-class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
+class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt", gc=False):
     """Log probabilities of a prompt's tokens from position `start` on, where requested.
 
     The first event starts at 1, each later one where the previous ended. All precede the output of
@@ -56,13 +56,13 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
     prompt: int = 0  # which of the job's prompts
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
     """New output of one or more choices."""
 
     deltas: tuple[ChoiceDelta, ...]
 
 
-class MemberRun(msgspec.Struct, frozen=True, array_like=True):
+class MemberRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A call of a model by a flow, logged when it begins and when it has ended."""
 
     model: str
@@ -74,13 +74,13 @@ class MemberRun(msgspec.Struct, frozen=True, array_like=True):
     name: str = ""  # of a pipeline's step
 
 
-class Members(msgspec.Struct, frozen=True, array_like=True, tag="members"):
+class Members(msgspec.Struct, frozen=True, array_like=True, tag="members", gc=False):
     """The calls of a flow that have begun or ended since the last such event."""
 
     runs: tuple[MemberRun, ...]
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end", gc=False):
     """The one terminal event. `code` and `message` are empty unless the job failed."""
 
     status: JobStatus
@@ -106,7 +106,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 LogEvent = Prompt | Tokens | Members | End
 
 
-class LogEntry(msgspec.Struct, frozen=True):
+class LogEntry(msgspec.Struct, frozen=True, gc=False):
     """An event with its number in the log and the rolling hash of the log up to it."""
 
     number: int

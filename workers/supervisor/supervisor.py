@@ -6,6 +6,7 @@ engine_keeper, publisher and leases.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Coroutine
@@ -105,6 +106,9 @@ class Supervisor:
     async def run(self) -> int:
         """Serves until drained, or until a task raises. Returns the exit status."""
         self._tracing.open()
+        # The modules' permanent objects would make a collection take as long as a step.
+        gc.collect()
+        gc.freeze()
         duties: list[Coroutine[None, None, None]] = [
             self._keeper.run(),
             self._claim_jobs(),
