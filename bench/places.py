@@ -58,6 +58,7 @@ class Variant(NamedTuple):
     num_streams: int = NUM_PLACES
     num_tokens: int = 512
     n: int = 1  # streams of a job
+    num_gateways: int = 1
     states_length: bool = False
     is_http: bool = False
 
@@ -68,6 +69,8 @@ VARIANTS = {
     "n = 2": Variant(n=2),
     "HTTP": Variant(num_streams=64, is_http=True),
     "HTTP, 128": Variant(num_streams=128, is_http=True),
+    "HTTP, 256": Variant(num_streams=256, is_http=True),
+    "HTTP, 256, 2 gateways": Variant(num_streams=256, num_gateways=2, is_http=True),
 }
 
 

@@ -290,11 +290,13 @@ class Hints:
         by_job, start = self._mailboxes.get(name, {}), 0
         try:
             while start < len(message):
-                end_of_head = message.index(b"\n", start)
-                job_id, num_bytes = message[start:end_of_head].split(b" ")
-                first, start = end_of_head + 1, end_of_head + 1 + int(num_bytes)
+                first = message.index(b"\n", start) + 1
+                job_id, length = message[start : first - 1].split(b" ")
+                start = first + int(length)
+                logged = message[first:start]
+                if len(logged) != int(length):
+                    raise WireError("a message that is cut off")
                 if mailboxes := by_job.get(job_id):
-                    logged = message[first:start]
                     entry = decode_logged(logged)
                     for mailbox in mailboxes:
                         mailbox.put(entry, len(logged))

@@ -107,6 +107,25 @@ async def test_a_broken_subscription_is_restored_once(
     await hints.aclose()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(b"x", b"\n", b"a\n", b"a 3", b"a 3\nab", b"a 9\n1 00000000", b"a -9\n1 00000000 x"),
+        *(b"a 99999999999999999999\n1", b"a 2 3\nxy", b"a 4\nabcd", b"b 1\nxa 1\nx", b"b 1\nx\xff"),
+        b"1 0123abcd \x92\xa6tokens\x90",  # of an earlier version
+    ],
+)
+async def test_a_message_that_no_worker_writes_makes_followers_read_the_log(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, message: bytes
+) -> None:
+    hints = Hints(connect(redis_server.url, Keys("test"), command_timeout_s=None), max_bytes=1000)
+    async with hints.listen("channel", "a") as mailbox:
+        await mailbox.is_subscribed.wait()
+        await redis_client.publish("channel", message)
+        assert await mailbox.take(20.0) == []
+    await hints.aclose()
+
+
 async def test_a_slow_reader_gets_every_byte(
     idle_worker: FakeWorker, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
