@@ -68,8 +68,8 @@ def encoded(request: Any) -> bytes:
 class ChildPool:
     """Processes that answer the same kind of request, started when the first request comes. Each
     answers one request at a time, when its owner's turn comes (turns.py). If a request uses much
-    processor time, its process gets a lower priority, and spare processes start. A request that ended two processes
-    is refused for some minutes."""
+    processor time, its process gets a lower priority, and spare processes start. A request that
+    ended two processes is refused for some minutes."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
         """`start` is passed to the module's `prepare`."""
