@@ -7,7 +7,6 @@ one request only. Reasons and costs: docs/decisions/template-process.md.
 import asyncio
 import ctypes
 import hashlib
-import math
 import os
 import signal
 import socket
@@ -122,7 +121,7 @@ class ChildPool:
                 await idle.pop().end()
 
     async def _answer(self, child: "_Child", raw: bytes) -> str:
-        self._watch(child, child.processor_s())
+        self._watch(child, child.processor_s() + self._limits.long_s)
         try:
             kind, text = await self._ask(child, raw)
         except BaseException:
@@ -155,18 +154,13 @@ class ChildPool:
                 await child.end()
             await asyncio.shield(self._started())  # a process is not left half started
 
-    def _watch(self, child: "_Child", begun_s: float) -> None:
-        """Looks at a request again and again. `begun_s`: its process's time when it began."""
-        child.watch = asyncio.get_running_loop().call_later(
-            self._limits.long_s, self._let_wait, child, begun_s
-        )
-
-    def _let_wait(self, child: "_Child", begun_s: float) -> None:
-        """Lowers the priority of a request that takes long: by its processor time, because on a
-        busy machine all take long by the clock. Spare processes answer the others; there are
-        several, because another request may take long, too."""
-        if child.processor_s() - begun_s < self._limits.long_s:
-            self._watch(child, begun_s)
+    def _watch(self, child: "_Child", until_s: float) -> None:
+        """Lowers the priority of a request that takes long: by its process's time, because on busy
+        cores all take long by the clock. Spare processes answer the others; there are several,
+        because another request may take long, too."""
+        if child.processor_s() < until_s:
+            later = asyncio.get_running_loop().call_later
+            child.watch = later(self._limits.long_s, self._watch, child, until_s)
             return
         child.give_way()
         self._keep_spares()
@@ -264,13 +258,12 @@ class _Child:
         return Reply(kind), (await self.reader.readexactly(num_bytes)).decode()
 
     def processor_s(self) -> float:
-        """The processor time so far; infinite where the system does not say it, as macOS."""
+        """The processor time so far, or the clock's where the system does not tell it (macOS)."""
         find, clock = getattr(_LIBC, "clock_getcpuclockid", None), ctypes.c_int()
-        if find is None or find(self.process.pid, ctypes.byref(clock)):
-            return math.inf
         with suppress(OSError):  # it has ended
-            return time.clock_gettime(clock.value)
-        return math.inf
+            if find is not None and not find(self.process.pid, ctypes.byref(clock)):
+                return time.clock_gettime(clock.value)
+        return time.monotonic()
 
     def give_way(self) -> None:
         """Lowers the priority of the process."""
