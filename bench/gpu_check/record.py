@@ -118,9 +118,9 @@ def report(stages: Mapping[str, Figures]) -> str:
     beside += [[n, *each] for n, each in stages.get("beside", {}).get("shares", {}).items()]
     ends = [["stage", "ended", "seconds", "start, s", "reason"]]
     for name, figures in stages.items():
-        if name == "beside":
-            continue
         loads += [[name, *_load(*each)] for each in figures.get("loads", {}).items()]
+        if "state" not in figures:
+            continue
         reason = figures.get("reason", "").replace("|", " ").replace("\n", " ")
         end = [figures.get(key, "") for key in ("state", "seconds", "start_s")]
         ends.append([name, *map(str, end), reason])
