@@ -80,7 +80,7 @@ class Turns:
         line = self._line_of(owner)
         self._times.arrive(owner, owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT))
         try:
-            if self.is_free(owner):
+            if not line.waiting and self._may_begin(line):
                 self._begin(line)
             else:
                 await self._wait(line)
@@ -91,11 +91,6 @@ class Turns:
                 self._end(line, self._clock() - begun_s)
         finally:
             self._times.leave(owner)
-
-    def is_free(self, owner: Owner) -> bool:
-        """Whether the owner's turn would come at once."""
-        line = self._line_of(owner)
-        return not line.waiting and self._may_begin(line)
 
     def _may_begin(self, line: _Line) -> bool:
         """Whether there is a place for more of an owner's work."""

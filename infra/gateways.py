@@ -9,6 +9,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from infra.child import Child, Console, keep_running, kill_all, parts
 
@@ -25,8 +26,8 @@ class Gateways:
         self._arguments = arguments
         self._budget_s = budget_s
 
-    def make(self, environ: Mapping[str, str], console: Console, lifeline_fd: int) -> None:
-        """Makes the processes, and starts none."""
+    def made(self, environ: Mapping[str, str], console: Console, lifeline_fd: int) -> Self:
+        """The same with their processes, none of them started."""
         shared, *own = (listener.fileno() for listener in self.listeners)
         for number, fds in enumerate([(shared, fd) for fd in own] or [(shared,)], 1):
             name = f"gateway-{number}" if own else "gateway"
@@ -34,6 +35,7 @@ class Gateways:
             line = [sys.executable, "-m", "infra", *words]
             self.children.append(Child(name, line, environ, console, pass_fds=(lifeline_fd, *fds)))
         self._console = console
+        return self
 
     async def serve(self) -> None:
         """Keeps them running until cancelled. Raises PartEnded."""
@@ -42,15 +44,11 @@ class Gateways:
                 group.create_task(keep_running(child, self._console))
 
     async def end(self) -> None:
-        """Ends them after their requests."""
-        self._close()
+        """Ends them after their requests. Nobody connects any more."""
+        for listener in self.listeners:
+            listener.close()
         await asyncio.gather(*(child.stop(self._budget_s) for child in self.children))
 
     async def kill(self) -> None:
         """Ends them at once."""
-        self._close()
         await kill_all(self.children)
-
-    def _close(self) -> None:
-        for listener in self.listeners:
-            listener.close()

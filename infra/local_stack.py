@@ -228,7 +228,7 @@ class LocalStack:
             self._child(plan.name, "worker", (*plan.arguments, f"--partition={number}"), keyless)
             for plan, number in zip(self._options.workers, places, strict=True)
         ]
-        self._gateways.make(environ, self._console, self._lifeline_fd)
+        self._gateways.made(environ, self._console, self._lifeline_fd)
         key = os.environ.get(KEY_VARIABLE) or secrets.token_hex()  # for this run only
         self._callbacks = self._child(
             "callbacks",
@@ -353,12 +353,8 @@ async def run_up(options: StackOptions) -> int:
 
 async def run_gateways(gateways: Gateways, redis_url: str) -> int:
     """The same for gateways alone."""
-
-    def make(console: Console, fd: int) -> Gateways:
-        gateways.make(_child_environ(os.environ, redis_url, fd), console, fd)
-        return gateways
-
-    return await _run(make)
+    environ = partial(_child_environ, os.environ, redis_url)
+    return await _run(lambda console, fd: gateways.made(environ(fd), console, fd))
 
 
 async def _run(make: Callable[[Console, int], LocalStack | Gateways]) -> int:
