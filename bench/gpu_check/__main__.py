@@ -286,7 +286,7 @@ class Plan:
                 except NotStarted as exc:
                     del waiting[name]
                     lost = exc if engine is engines[0] else lost
-                    self.record.not_available(name, str(exc))
+                    self.record.not_available(name, _reason(str(exc)))
                     continue
                 if address is not None:
                     del waiting[name]
@@ -383,6 +383,11 @@ def _shares(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[str]:
     speeds, firsts = quotients("tokens_per_s"), quotients("first_token_s")
     rounds = ", ".join(f"{each:.2f}" for each in speeds)
     return [f"{statistics.median(speeds):.3f}", f"{statistics.median(firsts):.2f}", rounds]
+
+
+def _reason(text: str) -> str:
+    """The last error among the last lines of a log, as NotStarted has them; without one, all."""
+    return next((line for line in reversed(text.split(" / ")) if " ERROR " in line), text)
 
 
 def _vllm_python() -> tuple[str, str] | None:
