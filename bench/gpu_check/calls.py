@@ -155,8 +155,8 @@ def _send_part(
 def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding, dict[str, Any]]:
     """Sends the requests of `calm` again, and kills the worker with its engine while they stream;
     another worker goes on with them. Raises TimeoutError."""
-    killed_s = random.Random(7).uniform(0.1, 0.4) * calm.wall_s
-    run = asyncio.run(_send_and_kill(server, calm.load, killed_s, limit_s))
+    after_s = random.Random(7).uniform(0.1, 0.4) * calm.wall_s
+    run, killed_s = asyncio.run(_send_and_kill(server, calm.load, after_s, limit_s))
     answers = [call.token_ids for call in run.calls]
     asked = list(zip(calm.load.workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
@@ -185,18 +185,24 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     return Finding(is_whole and most <= MOST_BEHIND, detail), found
 
 
-async def _send_and_kill(server: Server, load: Load, killed_s: float, limit_s: float) -> LoadRun:
-    async def kill() -> None:
-        await asyncio.sleep(killed_s)
-        await asyncio.to_thread(_kill, server.pid)
+async def _send_and_kill(
+    server: Server, load: Load, after_s: float, limit_s: float
+) -> tuple[LoadRun, float]:
+    """Returns also when the worker was dead, in seconds from the start. Raises RuntimeError."""
+    pids = _worker_pids(server.pid)  # before, as that takes a while on a busy machine
+
+    async def kill() -> float:
+        begun_s = time.monotonic()
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(kill_all, pids)
+        return time.monotonic() - begun_s
 
     async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
-        run, _ = await asyncio.gather(run_load(LoadClient(client, MODEL), load), kill())
-    return run
+        return await asyncio.gather(run_load(LoadClient(client, MODEL), load), kill())
 
 
-def _kill(pid: int) -> None:
-    """Kills the worker below this process, and all that is below it. Raises RuntimeError."""
+def _worker_pids(pid: int) -> list[int]:
+    """The worker below this process, and all that is below it. Raises RuntimeError."""
     found: list[int] = []
     for child in below(pid):
         with contextlib.suppress(OSError):  # it has ended
@@ -204,7 +210,7 @@ def _kill(pid: int) -> None:
                 found += below(child)
     if not found:
         raise RuntimeError("there is no worker to kill")
-    kill_all(found)
+    return found
 
 
 def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:

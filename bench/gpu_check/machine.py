@@ -43,7 +43,7 @@ def main() -> int:
     dtype = torch.bfloat16 if is_cuda else torch.float32
     name, free_bytes = platform.machine(), 0
     streams: tuple[int, ...] = (1, 4, 8)
-    num_in, num_out, shape = 6, 500, TINY
+    num_in, num_out, shape = 6, 600, TINY
     if is_cuda:
         name, free_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
     versions = {module.__name__: module.__version__ for module in (torch, transformers)}
