@@ -23,7 +23,7 @@ NUM_PLACES = 4
 NUM_UPLOADS, UPLOADS_EACH = 16, 4  # long bodies that are read at a time: of all, of one owner
 # What waits may hold, of all owners. One has at most as much as is free: alone, half.
 MAX_WAITING_BYTES = 32 * 2**20
-LEAST_WAITING_BYTES = 16 * 1024  # of a piece of work: its connection, its tasks and a short body
+LEAST_WAITING_BYTES = 32 * 1024  # of a piece of work: its connection, its tasks and a short body
 _UNATTENDED_WEIGHT = 1 / 8  # of work whose caller does not wait, which has one place
 _MAX_IDLE = 1024  # owners without work that are remembered
 

@@ -184,9 +184,13 @@ def _gateway(options: argparse.Namespace) -> int:
             return asyncio.run(run_gateways(gateways, settings.redis_url))
         listeners = [*gateways.listeners]
 
+    from gateway.http.listener import bind
     from gateway.server import serve
     from infra.child import end_with_parent
 
+    if len(listeners) > 1:  # the first keeps the port that all share, and does not listen
+        host, port = listeners[0].getsockname()[:2]
+        listeners[0] = bind(settings, host, port, has_keys=True, is_shared=True)
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     # uvicorn raises the signal it handled again when it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -218,20 +222,22 @@ def _gateways(settings: "GatewaySettings", options: argparse.Namespace) -> "Gate
     the ports that follow, or a free one."""
     from infra.gateways import Gateways
 
-    num_own = options.gateways if options.gateways > 1 else 0
-    ports = [options.port and options.port + number for number in range(1 + num_own)]
-    listeners = [_bind(settings, options.host, port) for port in ports]
+    ports = range(options.port, options.port + 1 + options.gateways * (options.gateways > 1))
+    listeners = [_bind(settings, options.host, ports[0], is_shared=len(ports) > 1)]
+    listeners += [_bind(settings, options.host, options.port and port) for port in ports[1:]]
     names = ("drain_s", "models", "allowed_origins", "namespace", "log_level")
     words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     return Gateways(listeners, words, options.drain_s + opts.LIFELINE_GRACE_S)
 
 
-def _bind(settings: "GatewaySettings", host: str, port: int) -> socket.socket:
+def _bind(
+    settings: "GatewaySettings", host: str, port: int, is_shared: bool = False
+) -> socket.socket:
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
         has_keys = not is_loopback(host) and _has_keys(settings)
-        return bind(settings, host, port, has_keys=has_keys)
+        return bind(settings, host, port, has_keys=has_keys, is_shared=is_shared)
     except UnsafeBinding as exc:
         raise UsageError(str(exc)) from exc
     except (OSError, OverflowError) as exc:

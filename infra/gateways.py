@@ -1,8 +1,8 @@
 """Gateway processes behind one port.
 
-All accept connections of one listening socket, so one that waits is lost with no process. Of
-several, each listens on a port of its own, too, for Prometheus: a sum of their counters would fall
-when one restarts.
+Several bind it each for itself, and Linux spreads connections over those that live
+(docs/decisions/http-server.md). Each listens on a port of its own, too, for Prometheus: a sum of
+their counters would fall when one restarts.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from infra.child import Child, Console, keep_running, kill_all, parts
 
 
 class Gateways:
-    """`listeners`: bound and listening; the first is that of all, the others of one each; no
-    others: one gateway. `arguments`: of `batchway gateway`. `budget_s`: until they are killed."""
+    """`listeners`: bound; the first is that of all, which listens if there is one gateway; others
+    listen, of one each. `arguments`: of `batchway gateway`. `budget_s`: until they are killed."""
 
     def __init__(
         self, listeners: Sequence[socket.socket], arguments: Sequence[str], budget_s: float
