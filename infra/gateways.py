@@ -44,11 +44,15 @@ class Gateways:
                 group.create_task(keep_running(child, self._console))
 
     async def end(self) -> None:
-        """Ends them after their requests. Nobody connects any more."""
-        for listener in self.listeners:
-            listener.close()
+        """Ends them after their requests."""
+        self._close()
         await asyncio.gather(*(child.stop(self._budget_s) for child in self.children))
 
     async def kill(self) -> None:
         """Ends them at once."""
+        self._close()
         await kill_all(self.children)
+
+    def _close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
