@@ -1,6 +1,7 @@
 """Models for measurements, as checkpoints: small random Llamas, random Qwen3 in real sizes, and R,
 which is SmolLM2-135M-Instruct with its published weights."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,3 +178,27 @@ def save_model(shape: Shape, device: torch.device, dtype: torch.dtype, folder: P
     """Writes a checkpoint in safetensors with a tokenizer of bytes."""
     random_decoder(shape.config(), device, dtype).save_pretrained(folder, max_shard_size="4GB")
     save_tokenizer(folder, shape.vocab_size)
+
+
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
+
+
+def save_embedder(shape: Shape, device: torch.device, dtype: torch.dtype, folder: Path) -> None:
+    """Writes a model of embeddings, as sentence-transformers saves one: the decoder without its
+    head, whose last token's state is the vector."""
+    random_decoder(shape.config(), device, dtype).model.save_pretrained(folder)
+    save_tokenizer(folder, shape.vocab_size)
+    modules = [
+        {
+            "idx": number,
+            "name": f"{number}",
+            "path": f"{number}_{name}" if number else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for number, name in enumerate(_MODULES)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    pooling = {"word_embedding_dimension": shape.hidden_size, "pooling_mode_lasttoken": True}
+    pooling["pooling_mode_mean_tokens"] = False
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

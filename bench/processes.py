@@ -83,16 +83,20 @@ def running_server(
     whose group becomes its address. Raises NotStarted, after `limit_s` at the latest."""
     start_s = time.monotonic()
     with started(command, log, environment) as process:
-        while (
-            found := re.search(ready, log.read_text(encoding="utf-8", errors="replace"))
-        ) is None:
-            took_s = time.monotonic() - start_s
-            if process.poll() is not None:
-                raise NotStarted(f"it ended with status {process.returncode}: {tail(log)}")
-            if took_s > limit_s:
+        while (address := address_of(process, log, ready)) is None:
+            if time.monotonic() - start_s > limit_s:
                 raise NotStarted(f"it was not ready within {limit_s:.0f} s: {tail(log)}")
             time.sleep(_LOOK_S)
-        yield Server(found[1], process.pid, time.monotonic() - start_s)
+        yield Server(address, process.pid, time.monotonic() - start_s)
+
+
+def address_of(process: subprocess.Popen[str], log: Path, ready: str) -> str | None:
+    """The address of a server that was started, as `running_server` finds it; None until it is
+    ready. Raises NotStarted if it has ended."""
+    found = re.search(ready, log.read_text(encoding="utf-8", errors="replace"))
+    if found is None and process.poll() is not None:
+        raise NotStarted(f"it ended with status {process.returncode}: {tail(log)}")
+    return None if found is None else found[1]
 
 
 @contextlib.contextmanager

@@ -5,11 +5,13 @@ one request only. Reasons and costs: docs/decisions/template-process.md.
 """
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +27,7 @@ from gateway.turns import Busy, Owner, Turns, turn
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 _PIECE_BYTES = 256 * 1024  # of a request; between them other tasks run
 _NICENESS = 10
+_LIBC = ctypes.CDLL(None)
 _MAX_IDLE, _MAX_GIVEN_WAY = 2, 1
 _NUM_TRIES = 2  # of a request that ends its process
 # Runs a module as `-m` does, with the search path that follows its name.
@@ -42,8 +45,7 @@ class ChildLimits(msgspec.Struct, frozen=True):
     max_memory_bytes: int = 256 * 2**20  # of address space, with the interpreter
     cpu_s: int = 2
     wall_s: float = 8.0
-    turn_s: float = 10.0  # for requests without an owner to wait for earlier ones
-    long_s: float = 0.05  # of a request; then its process gives way, and others are started
+    long_s: float = 0.05  # of a request's processor time; then its process gives way to others
 
 
 class ChildFailed(Exception):
@@ -64,9 +66,9 @@ def encoded(request: Any) -> bytes:
 
 class ChildPool:
     """Processes that answer the same kind of request, started when the first request comes. Each
-    answers one request at a time, when its owner's turn comes (turns.py). If a request takes long,
-    its process gets a lower priority, and spare processes start. A request that ended two processes
-    is refused for some minutes."""
+    answers one request at a time, when its owner's turn comes (turns.py). If a request uses much
+    processor time, its process gets a lower priority, and spare processes start. A request that
+    ended two processes is refused for some minutes."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
         """`start` is passed to the module's `prepare`."""
@@ -80,7 +82,7 @@ class ChildPool:
                 "time_zone": os.environ.get("TZ"),
             }
         )
-        self._turns = Turns(2, wait_s=limits.turn_s)  # of requests without an owner
+        self._turns = Turns(2)  # of requests without an owner
         self._idle: list[_Child] = []
         self._given_way: list[_Child] = []  # idle, too
         self._starting: asyncio.Task[None] | None = None
@@ -119,7 +121,7 @@ class ChildPool:
                 await idle.pop().end()
 
     async def _answer(self, child: "_Child", raw: bytes) -> str:
-        timer = asyncio.get_running_loop().call_later(self._limits.long_s, self._let_wait, child)
+        self._watch(child, child.processor_s() + self._limits.long_s)
         try:
             kind, text = await self._ask(child, raw)
         except BaseException:
@@ -127,7 +129,7 @@ class ChildPool:
             await child.end()
             raise
         finally:
-            timer.cancel()
+            child.watch.cancel()
         if kind not in (Reply.DONE, Reply.REFUSED):
             await child.end()
             raise ChildFailed("it needs too much memory")
@@ -152,9 +154,14 @@ class ChildPool:
                 await child.end()
             await asyncio.shield(self._started())  # a process is not left half started
 
-    def _let_wait(self, child: "_Child") -> None:
-        """Lowers the priority of a request that takes long. Spare processes answer the others;
-        there are several, because another request may take long, too."""
+    def _watch(self, child: "_Child", until_s: float) -> None:
+        """Lowers the priority of a request that takes long: by its process's time, because on busy
+        cores all take long by the clock. Spare processes answer the others; there are several,
+        because another request may take long, too."""
+        if child.processor_s() < until_s:
+            later = asyncio.get_running_loop().call_later
+            child.watch = later(self._limits.long_s, self._watch, child, until_s)
+            return
         child.give_way()
         self._keep_spares()
 
@@ -214,6 +221,7 @@ class _Child:
     ) -> None:
         self.process = process
         self.has_given_way = False  # for good: a lowered priority cannot be raised again
+        self.watch: asyncio.TimerHandle
         self.reader = reader
         self._writer = writer
 
@@ -248,6 +256,14 @@ class _Child:
         if num_bytes > _MAX_REPLY_BYTES:
             raise ValueError("the reply is too long")
         return Reply(kind), (await self.reader.readexactly(num_bytes)).decode()
+
+    def processor_s(self) -> float:
+        """The processor time so far, or the clock's where the system does not tell it (macOS)."""
+        find, clock = getattr(_LIBC, "clock_getcpuclockid", None), ctypes.c_int()
+        with suppress(OSError):  # it has ended
+            if find is not None and not find(self.process.pid, ctypes.byref(clock)):
+                return time.clock_gettime(clock.value)
+        return time.monotonic()
 
     def give_way(self) -> None:
         """Lowers the priority of the process."""

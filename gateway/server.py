@@ -7,7 +7,7 @@ import logging
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gateway.app import create_app
@@ -52,23 +52,24 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     *,
-    listener: socket.socket | None = None,
-    on_bound: Callable[[str, int], None] | None = None,
+    listeners: Sequence[socket.socket] = (),
+    on_bound: Callable[..., None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then drains. `on_bound` gets the address before the first
-    request is accepted; clients can connect from then on.
+    """Serves until SIGINT or SIGTERM, then drains. `on_bound` gets the address, and the ports of
+    further listeners, before the first request is accepted; clients can connect from then on.
 
-    Beyond loopback, every call needs a key, even after the last key has been deleted. If `listener`
-    is given, `host` and `port` are ignored, and the caller has checked that a key exists.
+    Beyond loopback, every call needs a key, even after the last key has been deleted. If
+    `listeners` are given, `host` and `port` are ignored, and the caller has checked that a key
+    exists.
 
     Raises UnsafeBinding, OSError.
     """
-    if listener is None:
-        listener = bind(settings, host, port)
-    if not is_loopback(str(listener.getsockname()[0])):
+    listeners = list(listeners) or [bind(settings, host, port)]
+    host, ports = listeners[0].getsockname()[0], [each.getsockname()[1] for each in listeners]
+    if not is_loopback(host):
         settings = replace(settings, require_key=True)
     if on_bound is not None:
-        on_bound(*listener.getsockname()[:2])
+        on_bound(host, *ports)
     sys.setswitchinterval(_SWITCH_S)
     allow_many_files()
     give_back_memory()
@@ -76,7 +77,7 @@ def serve(
     # The modules' 100,000 permanent objects would make a collection take as long as a step.
     gc.collect()
     gc.freeze()
-    asyncio.run(server.serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=listeners))
 
 
 def allow_many_files() -> None:

@@ -20,15 +20,17 @@ from contract.errors import BatchwayError
 from contract.fair_shares import FairShares
 
 NUM_PLACES = 4
-WAIT_S = 10.0
 NUM_UPLOADS, UPLOADS_EACH = 16, 4  # long bodies that are read at a time: of all, of one owner
-MAX_WAITING = 256  # pieces of work of one owner
+# What waits may hold, of all owners. One has at most as much as is free: alone, half.
+MAX_WAITING_BYTES = 32 * 2**20
+LEAST_WAITING_BYTES = 32 * 1024  # of a piece of work: its connection, its tasks and a short body
 _UNATTENDED_WEIGHT = 1 / 8  # of work whose caller does not wait, which has one place
 _MAX_IDLE = 1024  # owners without work that are remembered
 
 
 class Busy(BatchwayError):
-    """An owner's earlier work keeps its places for too long, or the machine is busy."""
+    """An owner's earlier work keeps its places for too long or fills the memory of what waits, or
+    the machine is busy."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("earlier calls are being prepared")
@@ -50,6 +52,7 @@ class _Line(msgspec.Struct):
     share: int  # places that it may have
     num_running: int = 0
     mean_s: float = 0.0
+    num_bytes: int = 0  # that its waiting work holds
     waiting: deque[asyncio.Future[None]] = msgspec.field(default_factory=deque)
 
 
@@ -61,13 +64,12 @@ class Turns:
         self,
         num_places: int = NUM_PLACES,
         share: int = 0,
-        wait_s: float = WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_free = num_places
         self._num_kept = int(num_places > 2)  # for owners whose caller waits and that have none
         self._share = share or max(1, num_places // 2)
-        self._wait_s = wait_s
+        self._num_free_bytes = MAX_WAITING_BYTES
         self._clock = clock
         self._lines: dict[Owner, _Line] = {}
         self._times: FairShares[Owner] = FairShares()
@@ -78,7 +80,7 @@ class Turns:
         line = self._line_of(owner)
         self._times.arrive(owner, owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT))
         try:
-            if self.is_free(owner):
+            if not line.waiting and self._may_begin(line):
                 self._begin(line)
             else:
                 await self._wait(line)
@@ -89,11 +91,6 @@ class Turns:
                 self._end(line, self._clock() - begun_s)
         finally:
             self._times.leave(owner)
-
-    def is_free(self, owner: Owner) -> bool:
-        """Whether the owner's turn would come at once."""
-        line = self._line_of(owner)
-        return not line.waiting and self._may_begin(line)
 
     def _may_begin(self, line: _Line) -> bool:
         """Whether there is a place for more of an owner's work."""
@@ -115,13 +112,16 @@ class Turns:
                 del self._lines[owner]
 
     async def _wait(self, line: _Line) -> None:
-        """Waits for a place. Raises Busy."""
-        if len(line.waiting) >= MAX_WAITING:
+        """Waits for a place, until the call's deadline. Raises Busy."""
+        num_bytes = max(LEAST_WAITING_BYTES, _NUM_BYTES.get())
+        if line.num_bytes + num_bytes > self._num_free_bytes:
             raise Busy(self._retry_s(line))
         turn = asyncio.get_running_loop().create_future()
         line.waiting.append(turn)
+        line.num_bytes += num_bytes
+        self._num_free_bytes -= num_bytes
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout_at(_DEADLINE.get()):
                 await turn
         except BaseException as exc:
             if turn.done() and not turn.cancelled():
@@ -131,6 +131,9 @@ class Turns:
             if isinstance(exc, TimeoutError):
                 raise Busy(self._retry_s(line)) from None
             raise
+        finally:
+            line.num_bytes -= num_bytes
+            self._num_free_bytes += num_bytes
 
     def _retry_s(self, line: _Line) -> float:
         return math.ceil(max(1.0, line.mean_s * len(line.waiting) / line.share))
@@ -182,18 +185,28 @@ class ConcurrencyCap:
 _TURNS: ContextVar[Turns | None] = ContextVar("turns", default=None)
 _OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 _PLACE: ContextVar[AsyncExitStack | None] = ContextVar("place", default=None)
+_DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)  # by the loop's clock
+_NUM_BYTES: ContextVar[int] = ContextVar("num_bytes", default=0)
 
 
-def take_turns(turns: Turns, owner: Owner | None = None) -> None:
+def take_turns(turns: Turns, owner: Owner | None = None, wait_s: float | None = None) -> None:
     """From here on this task, and those that it starts, take their turns from `turns`, and work for
-    the owner."""
+    the owner. All their waits together end after `wait_s`."""
     _TURNS.set(turns)
-    _OWNER.set(owner)
+    work_for(owner, wait_s)
 
 
-def work_for(owner: Owner) -> None:
-    """From here on this task, and those that it starts, work for this owner."""
+def work_for(owner: Owner | None, wait_s: float | None = None) -> None:
+    """From here on this task, and those that it starts, work for this owner. `wait_s`: as for
+    `take_turns`."""
     _OWNER.set(owner)
+    _DEADLINE.set(None if wait_s is None else asyncio.get_running_loop().time() + wait_s)
+    _NUM_BYTES.set(0)
+
+
+def hold(num_bytes: int) -> None:
+    """This task, and those that it starts, hold a body of this size while they wait."""
+    _NUM_BYTES.set(num_bytes)
 
 
 def current_owner() -> Owner:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NoReturn, TextIO
 
@@ -231,6 +231,27 @@ async def keep_running(
         console.line("batchway", f"{child.name} ended with {how}; starts again in {pause_s:.3g} s")
         await announce(pause_s)
         await sleep(pause_s)
+
+
+@contextlib.asynccontextmanager
+async def parts() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks that keep parts running. Raises PartEnded or OSError of the first lost."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as group_of_errors:
+        lost = group_of_errors.subgroup((PartEnded, OSError))
+        if lost is None:
+            raise
+        raise lost.exceptions[0] from None
+
+
+async def kill_all(children: Sequence[Child]) -> None:
+    """Kills those that run, and waits for them."""
+    running = [child for child in children if child.is_running]
+    for child in running:
+        child.kill()
+    await asyncio.gather(*(child.wait() for child in running))
 
 
 def _lost(name: str, status: int, how: str) -> str:

@@ -39,6 +39,7 @@ from workers.engine.interface import ModelRefused
 
 if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
+    from infra.gateways import Gateways
 
 log = logging.getLogger("batchway")
 
@@ -157,16 +158,10 @@ def _up(options: argparse.Namespace) -> int:
         object_store=options.object_store,
         fsync="always" if options.durability == "durable" else "everysec",
         redis_memory_bytes=options.redis_memory_gib and int(options.redis_memory_gib * opts.GIB),
-        listener=_bind(settings, options),
+        gateways=_gateways(settings, options),
         allowed_hosts=settings.allowed_hosts,
         workers=workers,
         drain_s=options.drain_s,
-        gateway_arguments=(
-            drain,
-            f"--models={options.models}",
-            f"--allowed-origins={options.allowed_origins}",
-            *shared,
-        ),
         callbacks_arguments=(drain, *shared),
     )
     return asyncio.run(run_up(stack))
@@ -179,19 +174,28 @@ def _gateway(options: argparse.Namespace) -> int:
     check_redis(settings.redis_url, settings.namespace)
     check_partitions(settings.redis_url, settings.namespace, settings.partitions)
     check_store(settings.redis_url, settings.namespace, settings.object_store)
-    if options.listen_fd is None:
-        listener = _bind(settings, options)
-    else:
-        listener = socket.socket(fileno=options.listen_fd)
+    listeners = [socket.socket(fileno=fd) for fd in options.listen_fd]
+    if not listeners:
+        gateways = _gateways(settings, options)
+        if options.gateways > 1:
+            from infra.local_stack import run_gateways
 
+            os.environ[opts.OBJECT_STORE_VARIABLE] = options.object_store
+            return asyncio.run(run_gateways(gateways, settings.redis_url))
+        listeners = [*gateways.listeners]
+
+    from gateway.http.listener import bind
     from gateway.server import serve
     from infra.child import end_with_parent
 
+    if len(listeners) > 1:  # the first keeps the port that all share, and does not listen
+        host, port = listeners[0].getsockname()[:2]
+        listeners[0] = bind(settings, host, port, has_keys=True, is_shared=True)
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     # uvicorn raises the signal it handled again when it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
-    serve(settings, listener=listener, on_bound=_say_where)
+    serve(settings, listeners=listeners, on_bound=_say_where)
     return 0
 
 
@@ -213,21 +217,34 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings
         raise UsageError(str(exc)) from exc
 
 
-def _bind(settings: "GatewaySettings", options: argparse.Namespace) -> socket.socket:
-    """Binds the listening socket, before anything else is started."""
+def _gateways(settings: "GatewaySettings", options: argparse.Namespace) -> "Gateways":
+    """Binds their sockets, before anything else is started: of several, each one's own has one of
+    the ports that follow, or a free one."""
+    from infra.gateways import Gateways
+
+    ports = range(options.port, options.port + 1 + options.gateways * (options.gateways > 1))
+    listeners = [_bind(settings, options.host, ports[0], is_shared=len(ports) > 1)]
+    listeners += [_bind(settings, options.host, options.port and port) for port in ports[1:]]
+    names = ("drain_s", "models", "allowed_origins", "namespace", "log_level")
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return Gateways(listeners, words, options.drain_s + opts.LIFELINE_GRACE_S)
+
+
+def _bind(
+    settings: "GatewaySettings", host: str, port: int, is_shared: bool = False
+) -> socket.socket:
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
-        has_keys = not is_loopback(options.host) and _has_keys(settings)
-        return bind(settings, options.host, options.port, has_keys=has_keys)
+        has_keys = not is_loopback(host) and _has_keys(settings)
+        return bind(settings, host, port, has_keys=has_keys, is_shared=is_shared)
     except UnsafeBinding as exc:
         raise UsageError(str(exc)) from exc
-    except OSError as exc:
-        reason = exc.strerror or exc
-        hint = "; choose another with --port" if exc.errno == errno.EADDRINUSE else ""
-        raise UsageError(
-            f"cannot listen on {options.host} port {options.port}: {reason}{hint}"
-        ) from exc
+    except (OSError, OverflowError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        is_taken = getattr(exc, "errno", None) == errno.EADDRINUSE
+        hint = "; choose another with --port" if is_taken else ""
+        raise UsageError(f"cannot listen on {host} port {port}: {reason}{hint}") from exc
 
 
 def _has_keys(settings: "GatewaySettings") -> bool:
@@ -243,8 +260,9 @@ def _has_keys(settings: "GatewaySettings") -> bool:
         ) from exc
 
 
-def _say_where(host: str, port: int) -> None:
-    logging.getLogger("batchway.gateway").info("listening on %s port %d", host, port)
+def _say_where(host: str, port: int, *own: int) -> None:
+    alone = "".join(f", alone on port {each}" for each in own)
+    logging.getLogger("batchway.gateway").info("listening on %s port %d%s", host, port, alone)
 
 
 def _worker(options: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -28,9 +27,12 @@ from infra.child import (
     PartEnded,
     Restarts,
     keep_running,
+    kill_all,
     lifeline,
+    parts,
 )
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
+from infra.gateways import Gateways
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.preconditions import RunningUp, write_note
 from infra.readiness import card_of, in_url, reachable_host, until_ready, welcome
@@ -58,7 +60,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What to run; the arguments are passed to `batchway gateway` and `batchway callbacks`."""
+    """What to run; the arguments are passed to `batchway callbacks`."""
 
     redis_url: str | None  # None: a private Redis
     namespace: str
@@ -67,11 +69,10 @@ class StackOptions:
     object_store: str  # '': a private directory beside the private Redis
     fsync: Fsync  # of a private Redis
     redis_memory_bytes: int | None  # of a private Redis; None: its default
-    listener: socket.socket  # bound and listening; the gateway gets a copy
+    gateways: Gateways
     allowed_hosts: tuple[str, ...]  # host names that the gateway accepts; (): its default
     workers: tuple[WorkerPlan, ...]
     drain_s: float
-    gateway_arguments: tuple[str, ...]
     callbacks_arguments: tuple[str, ...]
 
 
@@ -92,7 +93,7 @@ def placed(plans: Sequence[WorkerPlan], num_partitions: int) -> list[int]:
 
 
 class LocalStack:
-    """One Redis, some workers, one gateway. Children end when `lifeline_fd` closes."""
+    """One Redis, some workers and gateways. Children end when `lifeline_fd` closes."""
 
     def __init__(self, options: StackOptions, console: Console, lifeline_fd: int) -> None:
         self._options = options
@@ -107,7 +108,7 @@ class LocalStack:
         )
         self._workers: list[Child] = []
         self._places: list[int] = []  # the partition of each
-        self._gateway: Child | None = None
+        self._gateways = options.gateways
         self._callbacks: Child | None = None
         self._models = tuple(dict.fromkeys(plan.served_model_name for plan in options.workers))
         self._failed: dict[str, str] = {}  # models whose workers did not stay up, and why
@@ -120,31 +121,24 @@ class LocalStack:
         self._make_children(url, store, await self._find_places(url))
         for number in sorted(set(self._places)):
             await self._report(url, number, partial(Starts.forget_failures, models=self._models))
-        try:
-            async with asyncio.TaskGroup() as group:
-                if self._redis is not None:
-                    group.create_task(self._keep_redis(self._redis))
-                for child in filter(None, [self._gateway, self._callbacks]):
-                    group.create_task(keep_running(child, self._console))
-                plans = zip(self._options.workers, self._places, self._workers, strict=True)
-                for plan, number, worker in plans:
-                    announce = partial(self._announce, url, number, plan.served_model_name)
-                    give_up = partial(self._give_up, url, number, plan.served_model_name)
-                    others = give_up if len(self._models) > 1 else None
-                    group.create_task(keep_running(worker, self._console, announce, others))
-                group.create_task(self._say_when_ready(url))
-        except ExceptionGroup as group_of_errors:
-            lost = group_of_errors.subgroup((PartEnded, OSError))
-            if lost is None:
-                raise
-            raise lost.exceptions[0] from None
+        async with parts() as group:
+            if self._redis is not None:
+                group.create_task(self._keep_redis(self._redis))
+            group.create_task(self._gateways.serve())
+            if self._callbacks is not None:
+                group.create_task(keep_running(self._callbacks, self._console))
+            plans = zip(self._options.workers, self._places, self._workers, strict=True)
+            for plan, number, worker in plans:
+                announce = partial(self._announce, url, number, plan.served_model_name)
+                give_up = partial(self._give_up, url, number, plan.served_model_name)
+                others = give_up if len(self._models) > 1 else None
+                group.create_task(keep_running(worker, self._console, announce, others))
+            group.create_task(self._say_when_ready(url))
 
     async def end(self) -> None:
-        """Ends the parts in order: gateway, workers, Redis."""
+        """Ends the parts in order: gateways, workers, Redis."""
         budget_s = self._options.drain_s + _GRACE_S
-        self._options.listener.close()
-        if self._gateway is not None:
-            await self._gateway.stop(budget_s)
+        await self._gateways.end()
         await asyncio.gather(*(worker.stop(budget_s) for worker in self._workers))
         if self._callbacks is not None:  # last, as it reports the other jobs' ends
             await self._callbacks.stop(budget_s)
@@ -153,11 +147,8 @@ class LocalStack:
 
     async def kill(self) -> None:
         """Ends the parts at once."""
-        self._options.listener.close()
-        children = [child for child in self._children() if child.is_running]
-        for child in children:
-            child.kill()
-        await asyncio.gather(*(child.wait() for child in children))
+        await self._gateways.kill()
+        await kill_all([*self._workers, *filter(None, [self._callbacks])])
         if self._redis is not None:
             await _in_thread(self._redis.stop)
 
@@ -203,7 +194,7 @@ class LocalStack:
 
     @property
     def _gateway_url(self) -> str:
-        host, port = self._options.listener.getsockname()[:2]
+        host, port = self._gateways.listeners[0].getsockname()[:2]
         return f"http://{in_url(reachable_host(host))}:{port}"
 
     async def _keep_redis(self, server: EmbeddedRedis) -> None:
@@ -227,9 +218,6 @@ class LocalStack:
 
     # --- children -----------------------------------------------------------------------------
 
-    def _children(self) -> list[Child]:
-        return [*self._workers, *filter(None, [self._gateway, self._callbacks])]
-
     def _make_children(self, redis_url: str, object_store: str, places: list[int]) -> None:
         environ = _child_environ(os.environ, redis_url, self._lifeline_fd) | {
             OBJECT_STORE_VARIABLE: object_store
@@ -240,14 +228,7 @@ class LocalStack:
             self._child(plan.name, "worker", (*plan.arguments, f"--partition={number}"), keyless)
             for plan, number in zip(self._options.workers, places, strict=True)
         ]
-        fd = self._options.listener.fileno()
-        self._gateway = self._child(
-            "gateway",
-            "gateway",
-            (f"--listen-fd={fd}", *self._options.gateway_arguments),
-            environ,
-            fd,
-        )
+        self._gateways.made(environ, self._console, self._lifeline_fd)
         key = os.environ.get(KEY_VARIABLE) or secrets.token_hex()  # for this run only
         self._callbacks = self._child(
             "callbacks",
@@ -292,14 +273,12 @@ class LocalStack:
         command: str,
         arguments: tuple[str, ...],
         environ: Mapping[str, str],
-        *pass_fds: int,
     ) -> Child:
         line = [sys.executable, "-m", "infra", command, *arguments]
-        pass_fds = (self._lifeline_fd, *pass_fds)
-        return Child(name, line, environ, self._console, pass_fds=pass_fds)
+        return Child(name, line, environ, self._console, pass_fds=(self._lifeline_fd,))
 
     async def _say_when_ready(self, redis_url: str) -> None:
-        host, port = self._options.listener.getsockname()[:2]
+        host, port = self._gateways.listeners[0].getsockname()[:2]
         has_key = bool(os.environ.get(_API_KEY_VARIABLE))
         tell, allowed = partial(self._console.line, "batchway"), self._options.allowed_hosts
         ready = await until_ready(host, port, allowed, self._models, self._failed, tell)
@@ -369,11 +348,21 @@ class _Signals:
 
 async def run_up(options: StackOptions) -> int:
     """Runs the stack until a signal or the loss of a part. Returns the exit status."""
+    return await _run(partial(LocalStack, options))
+
+
+async def run_gateways(gateways: Gateways, redis_url: str) -> int:
+    """The same for gateways alone."""
+    environ = partial(_child_environ, os.environ, redis_url)
+    return await _run(lambda console, fd: gateways.made(environ(fd), console, fd))
+
+
+async def _run(make: Callable[[Console, int], LocalStack | Gateways]) -> int:
     console = Console(sys.stderr)
     signals = _Signals()
     signals.listen()
     with lifeline() as fd:
-        stack = LocalStack(options, console, fd)
+        stack = make(console, fd)
         try:
             status = await _serve(stack, signals, console)
         except BaseException:
@@ -388,7 +377,7 @@ async def run_up(options: StackOptions) -> int:
         return EXIT_KILLED
 
 
-async def _serve(stack: LocalStack, signals: _Signals, console: Console) -> int:
+async def _serve(stack: LocalStack | Gateways, signals: _Signals, console: Console) -> int:
     serving = asyncio.create_task(stack.serve())
     try:
         await _first(serving, signals.drain)

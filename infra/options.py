@@ -146,6 +146,13 @@ ADDRESS = {
     "port": Option(
         "port to listen on; 0 chooses a free port and logs it", Value(integer(0, 65535), "N"), 8000
     ),
+    "gateways": Option(
+        "gateway processes behind the port; of several, each listens alone, too, on the ports "
+        "that follow it",
+        Value(integer(1, 64), "N"),
+        1,
+        variable="BATCHWAY_GATEWAYS",
+    ),
     "allowed_origins": Option(
         "origins of other sites whose pages may call, by commas; `*`: any, without cookies",
         Value(str, "ORIGINS"),

@@ -63,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
         opts.GATEWAY_DRAIN_S,
         "on SIGTERM, how long running requests may continue",
     )
-    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by `batchway up`
+    # From the process that starts gateways: the sockets to listen on.
+    gateway.add_argument("--listen-fd", type=int, nargs="+", default=[], help=argparse.SUPPRESS)
 
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")

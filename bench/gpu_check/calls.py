@@ -2,21 +2,24 @@
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import random
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tokenizers import Tokenizer
 
-from bench.gpu_check.record import Finding
+from bench.gpu_check.record import Finding, NotAvailable
 from bench.processes import Server, below, end_with_parent, kill_all, part_of, started
 from infra.measure.load import Load, LoadClient, LoadRun, Outcome, run_load
 from infra.measure.workloads import Workload, WorkloadRequest
@@ -26,16 +29,19 @@ MODEL = "m"
 _SAMPLE_MS = 200
 _STREAMS_EACH, _SPAWN_S = 64, 60.0  # of each process that calls
 _NUM_JUDGED, _JUDGE_S = 4, 60.0  # streams, seconds of each
+_REASON_CHARS = 300
 # A token that the model did not choose is behind by some deviations, each 1 in a model of ours.
 # In bfloat16 a chosen one is behind by a tenth at most: another batch adds in another order.
 MOST_BEHIND = 0.5
 
 
-def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, dict[str, Any]]:
-    """Sends all requests at once. `utilisation`: the GPU's in percent while all streams decode.
-    Raises RuntimeError if a call fails, TimeoutError."""
+def measure(
+    server: Server, workload: Workload, limit_s: float, schema: dict[str, Any] | None = None
+) -> tuple[LoadRun, dict[str, Any]]:
+    """Sends all requests at once; with a schema, their outputs follow it. `utilisation`: the GPU's
+    in percent while all streams decode. Raises RuntimeError if a call fails, TimeoutError."""
     with utilisation() as samples:
-        run, began_s = _send(server, workload, limit_s)
+        run, began_s = _send(server, workload, limit_s, schema)
     run.raise_failures()
     first_s = began_s + max(call.chunk_times_s[0] for call in run.calls)
     last_s = began_s + min(call.chunk_times_s[-1] for call in run.calls)
@@ -49,7 +55,66 @@ def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun
     return run, found
 
 
-def _send(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, float]:
+@dataclass(frozen=True, slots=True)
+class _Caller(LoadClient):
+    """Sends fields beside those of a LoadClient."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
+        path, body = LoadClient.request_of(self, request)
+        return path, {**body, **self.fields}
+
+
+def structured(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of a call whose output follows a schema; none without one."""
+    if schema is None:
+        return {}
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"response_format": format_, "ignore_eos": False}
+
+
+def check_available(server: Server, path: str, body: dict[str, Any]) -> None:
+    """Sends one call. Raises NotAvailable with the server's words if it refuses it."""
+    url = f"{server.url}/v1/{path}"
+    found = httpx.post(url, json={"model": MODEL, **body}, timeout=_JUDGE_S, trust_env=False)
+    if found.status_code != 200:
+        raise NotAvailable(f"{found.status_code}: {found.text[:_REASON_CHARS]}")
+
+
+def is_list_of_booleans(folder: Path, token_ids: Sequence[int]) -> bool:
+    """Whether the text of these tokens is JSON's, of a list of booleans. `folder`: the model's."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        found = json.loads(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    except ValueError:
+        return False
+    return isinstance(found, list) and all(isinstance(each, bool) for each in found)
+
+
+def embed(server: Server, inputs: Sequence[Sequence[int]], each: int) -> dict[str, Any]:
+    """Asks for vectors of all inputs, `each` in a call, all calls at once. Raises httpx.HTTPError,
+    RuntimeError."""
+    parts = [inputs[i : i + each] for i in range(0, len(inputs), each)]
+
+    async def send() -> list[httpx.Response]:
+        async with server.client(_JUDGE_S) as client:
+            bodies = [{"model": MODEL, "input": [*map(list, part)]} for part in parts]
+            return await asyncio.gather(*(client.post("embeddings", json=b) for b in bodies))
+
+    begun_s = time.monotonic()
+    answers = asyncio.run(send())
+    took_s = time.monotonic() - begun_s
+    counts = [len(answer.raise_for_status().json()["data"]) for answer in answers]
+    if counts != [len(part) for part in parts]:
+        raise RuntimeError("an input has no vector")
+    num_tokens = sum(map(len, inputs))
+    return {"inputs_per_s": len(inputs) / took_s, "tokens_per_s": num_tokens / took_s}
+
+
+def _send(
+    server: Server, workload: Workload, limit_s: float, schema: dict[str, Any] | None = None
+) -> tuple[LoadRun, float]:
     """Sends all requests at once; returns also when, as Unix time. Many streams go by several
     processes: one does not read tokens as fast as a GPU makes them. Raises TimeoutError,
     RuntimeError."""
@@ -57,7 +122,7 @@ def _send(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, 
     parts = [requests[i : i + _STREAMS_EACH] for i in range(0, len(requests), _STREAMS_EACH)]
     together = context.Barrier(len(parts), timeout=_SPAWN_S)
     with ProcessPoolExecutor(len(parts), context, _meet, (together,)) as pool:
-        sent = [pool.submit(_send_part, server, Workload(part), limit_s) for part in parts]
+        sent = [pool.submit(_send_part, server, Workload(part), limit_s, schema) for part in parts]
         try:
             runs, began_s = zip(*(each.result() for each in sent), strict=True)
         except BaseException:  # also SystemExit: nobody waits for the other calls
@@ -75,11 +140,13 @@ def _meet(together: threading.Barrier) -> None:
     together.wait()
 
 
-def _send_part(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, float]:
+def _send_part(
+    server: Server, workload: Workload, limit_s: float, schema: dict[str, Any] | None
+) -> tuple[LoadRun, float]:
     async def send() -> LoadRun:
         load = Load(workload, False, max_concurrency=len(workload.requests))
         async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
-            return await run_load(LoadClient(client, MODEL), load)
+            return await run_load(_Caller(client, MODEL, fields=structured(schema)), load)
 
     began_s = time.time()
     return asyncio.run(send()), began_s
@@ -88,8 +155,8 @@ def _send_part(server: Server, workload: Workload, limit_s: float) -> tuple[Load
 def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding, dict[str, Any]]:
     """Sends the requests of `calm` again, and kills the worker with its engine while they stream;
     another worker goes on with them. Raises TimeoutError."""
-    killed_s = random.Random(7).uniform(0.1, 0.4) * calm.wall_s
-    run = asyncio.run(_send_and_kill(server, calm.load, killed_s, limit_s))
+    after_s = random.Random(7).uniform(0.1, 0.4) * calm.wall_s
+    run, killed_s = asyncio.run(_send_and_kill(server, calm.load, after_s, limit_s))
     answers = [call.token_ids for call in run.calls]
     asked = list(zip(calm.load.workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
@@ -118,18 +185,24 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     return Finding(is_whole and most <= MOST_BEHIND, detail), found
 
 
-async def _send_and_kill(server: Server, load: Load, killed_s: float, limit_s: float) -> LoadRun:
-    async def kill() -> None:
-        await asyncio.sleep(killed_s)
-        await asyncio.to_thread(_kill, server.pid)
+async def _send_and_kill(
+    server: Server, load: Load, after_s: float, limit_s: float
+) -> tuple[LoadRun, float]:
+    """Returns also when the worker was dead, in seconds from the start. Raises RuntimeError."""
+    pids = _worker_pids(server.pid)  # before, as that takes a while on a busy machine
+
+    async def kill() -> float:
+        begun_s = time.monotonic()
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(kill_all, pids)
+        return time.monotonic() - begun_s
 
     async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
-        run, _ = await asyncio.gather(run_load(LoadClient(client, MODEL), load), kill())
-    return run
+        return await asyncio.gather(run_load(LoadClient(client, MODEL), load), kill())
 
 
-def _kill(pid: int) -> None:
-    """Kills the worker below this process, and all that is below it. Raises RuntimeError."""
+def _worker_pids(pid: int) -> list[int]:
+    """The worker below this process, and all that is below it. Raises RuntimeError."""
     found: list[int] = []
     for child in below(pid):
         with contextlib.suppress(OSError):  # it has ended
@@ -137,7 +210,7 @@ def _kill(pid: int) -> None:
                 found += below(child)
     if not found:
         raise RuntimeError("there is no worker to kill")
-    kill_all(found)
+    return found
 
 
 def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:

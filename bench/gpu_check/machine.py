@@ -1,5 +1,5 @@
 """`python -m bench.gpu_check.machine --folder MODEL [--device cpu] [--tiny]`: measures the device,
-chooses the sizes of all stages, and makes the model.
+chooses the sizes of all stages, and makes the models: of text, and beside it of embeddings.
 
 Writes figures to standard output as they come, a JSON object a line, for `Record.put`. Exit status
 0: it ran to its end; 2: there is no GPU.
@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import transformers
 
-from bench.gpu_check.record import NO_GPU
-from bench.models import SHAPES, TINY, Shape, save_model
+from bench.gpu_check.record import NO_GPU, embedder_of
+from bench.models import SHAPES, TINY, Shape, save_embedder, save_model
 from workers.profiling import measure
 
-_WEIGHT_SHARE = 0.3  # of the free memory at most: many streams' KV takes more than the weights
-_USED_SHARE = 0.85  # of the free memory, by weights and the KV of the most streams
+# Of the free memory at most: by the weights of each of three servers that run beside each other, as
+# many streams' KV takes more; by their weights and the KV of two.
+_WEIGHT_SHARE = 0.12
+_USED_SHARE = 0.75
+_KV_SHARE = 0.25  # by the KV of one
 
 
 def main() -> int:
@@ -39,16 +42,21 @@ def main() -> int:
     device = torch.device(options.device)
     dtype = torch.bfloat16 if is_cuda else torch.float32
     name, free_bytes = platform.machine(), 0
-    streams, num_in, num_out, shape = (1, 4, 8), 6, 3000, TINY
+    streams: tuple[int, ...] = (1, 4, 8)
+    num_in, num_out, shape = 6, 600, TINY
     if is_cuda:
         name, free_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
     versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     _emit(about={"device": name, "cuda": str(torch.version.cuda), **versions})
     if not options.tiny:
-        streams, num_in, shape = (1, 32, 256), 128, shape_for(free_bytes)
+        streams, num_in, shape = (1, 32, 256, 512), 128, shape_for(free_bytes)
         num_out = output_tokens(shape, free_bytes, max(streams), num_in)
+        kv_bytes = max(streams) * (num_in + num_out) * 2 * shape.num_kv()
+        _emit(kv_bytes=min(kv_bytes, int(_KV_SHARE * free_bytes)))
         _emit(roofs=asdict(measure(device, dtype)))
     save_model(shape, device, dtype, options.folder)
+    smallest = TINY if options.tiny else SHAPES[0]
+    save_embedder(smallest, device, dtype, embedder_of(options.folder))
     _emit(model=asdict(shape), streams=streams, num_in=num_in, num_out=num_out)
     return 0
 
@@ -60,11 +68,11 @@ def shape_for(free_bytes: int, itemsize: int = 2) -> Shape:
 
 
 def output_tokens(shape: Shape, free_bytes: int, num_streams: int, num_in: int) -> int:
-    """Returns the output tokens of each stream, 256 to 1024, with which the KV of all streams
+    """Returns the output tokens of each stream, 128 to 512, with which the KV of all streams
     fits."""
-    left = _USED_SHARE * free_bytes - 2 * shape.num_weights()
-    num_tokens = int(left / (num_streams * 2 * shape.num_kv())) - num_in
-    return max(256, min(1024, num_tokens // 128 * 128))
+    left = _USED_SHARE * free_bytes - 3 * 2 * shape.num_weights()
+    num_tokens = int(left / 2 / (num_streams * 2 * shape.num_kv())) - num_in
+    return max(128, min(512, num_tokens // 128 * 128))
 
 
 def _emit(**figures: Any) -> None:

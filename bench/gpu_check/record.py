@@ -16,12 +16,21 @@ Figures = Mapping[str, Any]  # of a stage
 _VERSIONS = ("torch", "cuda", "transformers", "vllm")
 
 
+class NotAvailable(Exception):
+    """A server refuses what a stage asks for. The message is its reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one comparison."""
 
     passed: bool
     detail: str
+
+
+def embedder_of(folder: Path) -> Path:
+    """Where the model of embeddings is, beside the other."""
+    return folder.with_name(f"{folder.name}.embeddings")
 
 
 class Record:
@@ -48,6 +57,11 @@ class Record:
     def check(self, stage: str, name: str, finding: Finding) -> None:
         self.put(stage, checks=[{"name": name, **asdict(finding)}])
 
+    def not_available(self, stage: str, reason: str) -> None:
+        """Says that a stage cannot be measured here, which is no failure."""
+        print(f"{stage}: not available: {reason}", file=sys.stderr, flush=True)
+        self.put(stage, state="not available", reason=reason)
+
     def run(
         self, stage: str, needs_s: float, work: Callable[[], None], *, later_s: float = 0.0
     ) -> None:
@@ -67,6 +81,9 @@ class Record:
             work()
         except TimeoutError:
             state, reason = "cut short", "the time was over"
+        except NotAvailable as exc:
+            state, reason = "not available", str(exc)
+            self.not_available(stage, reason)
         except Exception as exc:  # the other stages go on
             state, reason = "failed", f"{type(exc).__name__}: {exc}"
         self.put(stage, state=state, reason=reason, seconds=round(self._clock_s() - start_s, 1))
@@ -97,15 +114,21 @@ def report(stages: Mapping[str, Figures]) -> str:
     counted = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
     loads = [["engine, over HTTP", "streams", "output tokens/s", "first token, ms, p50"]]
     loads[0] += ["time per output token, ms, p50", "GPU's utilisation, %, median"]
+    beside = [["streams", "output tokens/s, share of vllm serve", "first token, times", "rounds"]]
+    beside += [[n, *each] for n, each in stages.get("beside", {}).get("shares", {}).items()]
     ends = [["stage", "ended", "seconds", "start, s", "reason"]]
     for name, figures in stages.items():
         loads += [[name, *_load(*each)] for each in figures.get("loads", {}).items()]
+        if "state" not in figures:
+            continue
         reason = figures.get("reason", "").replace("|", " ").replace("\n", " ")
         end = [figures.get(key, "") for key in ("state", "seconds", "start_s")]
         ends.append([name, *map(str, end), reason])
     parts = [
         _about(stages.get("machine", {})),
         *([markdown_table(loads)] if len(loads) > 1 else []),
+        *([markdown_table(beside)] if len(beside) > 1 else []),
+        *(f"{name}: {text}" for name, found in stages.items() for text in found.get("told", ())),
         "\n".join([counted, *failed, *(f"- {c['name']}: {c['detail']}" for c in told)]),
         markdown_table(ends),
     ]

@@ -39,8 +39,10 @@ def lacking() -> list[str]:
 
 
 def carried() -> list[str]:
-    """Returns what `batchway up` needs besides."""
-    return _requirements("gateway", "callbacks", "embedded-redis")
+    """Returns what `batchway up` needs besides; not accelerate, which would bring another torch and
+    reads only GGUF files."""
+    found = _requirements("gateway", "callbacks", "embedded-redis", "worker")
+    return [text for text in found if _name(text) not in (*PRESENT, "accelerate")]
 
 
 def unpack(target: Path) -> None:

@@ -251,18 +251,21 @@ class RequestGuard:
 
 
 class _InTime:
-    """`receive` of one request. Its body must be complete within `body_s` seconds."""
+    """`receive` of one request. Its body must be complete `body_s` seconds after somebody began to
+    read it: until then it may have waited for a turn."""
 
     def __init__(self, receive: Receive, body_s: float) -> None:
         self._receive = receive
         self._body_s = body_s
-        self._ends_at = asyncio.get_running_loop().time() + body_s
+        self._ends_at: float | None = None
         self._is_complete = False
 
     async def receive(self) -> Message:
         """Raises ApiError (408) after the deadline."""
         if self._is_complete:
             return await self._receive()
+        if self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time() + self._body_s
         try:
             async with asyncio.timeout_at(self._ends_at):
                 message = await self._receive()

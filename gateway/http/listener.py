@@ -20,10 +20,16 @@ class UnsafeBinding(ValueError):
 
 
 def bind(
-    settings: GatewaySettings, host: str, port: int, *, has_keys: bool = False
+    settings: GatewaySettings,
+    host: str,
+    port: int,
+    *,
+    has_keys: bool = False,
+    is_shared: bool = False,
 ) -> socket.socket:
-    """Binds a listening socket; port 0 chooses a free one. `has_keys`: Redis has API keys. Raises
-    UnsafeBinding, OSError."""
+    """Binds a listening socket; port 0 chooses a free one. `has_keys`: Redis has API keys.
+    `is_shared`: other processes have the port, too, and Linux gives a part of the connections to
+    each that listens; this one only keeps it until it is served. Raises UnsafeBinding, OSError."""
     if settings.api_key is None and not has_keys and not is_loopback(host):
         raise UnsafeBinding(
             f"refusing to listen on {host} without an API key: make one with `batchway keys "
@@ -40,8 +46,11 @@ def bind(
             # sockets inherit the option (tcp(7)).
             stall_ms = int(settings.stall_timeout_s * 1000)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        if not is_shared:
+            listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise

@@ -236,7 +236,8 @@ async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
             await gateway.broker.enter(caller.tenant, caller.limits)
             caller = msgspec.structs.replace(caller, is_counted=True)
         request.state.caller = caller
-        take_turns(gateway.turns, Owner(caller.terms.tenant, caller.terms.weight))
+        owner = Owner(caller.terms.tenant, caller.terms.weight)
+        take_turns(gateway.turns, owner, gateway.settings.sync_deadline_s)
         yield
     finally:
         calls.leave(caller.key_name)

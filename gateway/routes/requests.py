@@ -22,7 +22,7 @@ from gateway.http.limits import is_upload
 from gateway.prepare.admission import Right, admitted, right_of
 from gateway.settings import GatewaySettings, variable
 from gateway.state import Gateway
-from gateway.turns import Busy, end_place, keep_place
+from gateway.turns import Busy, end_place, hold, keep_place
 
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 _OPEN_BYTES = 1024  # of a body from a caller who is not known
@@ -62,6 +62,8 @@ class StrictRequest(Request):
             if not is_short or "content-encoding" in self.headers:
                 await keep_place(gateway.uploads)
             text = b"".join([part async for part in self.stream()])
+            if len(text) <= SHORT_BYTES:  # the places of others bound what they hold
+                hold(len(text))
             self._fields = await gateway.bodies.parse(text) if text else {}
         except Busy as error:
             raise to_api_error(error) from None

@@ -143,6 +143,18 @@ def test_compose_starts_every_part_safely() -> None:
         assert ":latest" not in services[name]["image"]
 
 
+def test_compose_scrapes_each_of_several_gateways() -> None:
+    """The variable of their number has a default, and Prometheus asks each at its own port."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    number = re.fullmatch(
+        r"\$\{BATCHWAY_GATEWAYS:-(\d+)\}", services["gateway"]["environment"]["BATCHWAY_GATEWAYS"]
+    )
+    assert number is not None
+    scrape = yaml.safe_load((ROOT / "infra/compose/prometheus.yml").read_text())
+    [group] = scrape["scrape_configs"][0]["static_configs"]
+    assert group["targets"] == [f"gateway:{8001 + i}" for i in range(int(number[1]))]
+
+
 def test_compose_fills_no_disk_and_keeps_objects() -> None:
     """Each log has a limit. Parts that need the object store share one volume, in a folder that
     their images' user owns; all that is kept is in a volume with a name."""

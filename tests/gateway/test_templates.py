@@ -66,9 +66,11 @@ UNREADABLE = {
     "a syntax error": "{% if %}",
     "deep nesting": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
 }
-# By its message: `loop` takes all time, `fill` all memory, all else is repeated.
+# Over 0.1 s of processor time: ChildLimits.long_s twice.
+SLOW = "{% for i in range(60) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+# By its message: `loop` takes all time, `fill` all memory, all else is repeated, `slow` slowly.
 MOODY = (
-    "{% set text = messages[0].content %}"
+    "{% set text = messages[0].content %}{% if text == 'slow' %}" + SLOW + "{% endif %}"
     "{% if text == 'loop' %}" + ENDLESS + "{% elif text == 'fill' %}"
     "{{ text|center(10 ** 10) }}{% else %}{{ text }}{% endif %}"
 )
@@ -176,18 +178,28 @@ async def test_a_spare_is_ready_before_a_process_is_killed(templates: Templates)
     assert await template.render(says("c")) == "c"
 
 
+async def test_a_process_that_gets_no_processor_time_does_not_give_way(
+    templates: Templates,
+) -> None:
+    """All requests of a busy machine take long by the clock; a process for each would be worse."""
+    template = templates(MOODY, replace(LIMITS, long_s=0.01))
+    for _ in range(3):
+        pid = await stopped(template)
+        first = asyncio.create_task(template.render(says("a")))
+        await asyncio.sleep(0.1)  # ten times as long as a request may take of the processor
+        os.kill(pid, signal.SIGCONT)
+        assert await first == "a"
+        assert template.pid == pid
+
+
 async def test_what_nobody_waits_for_is_done_by_the_process_that_gave_way(
     templates: Templates,
 ) -> None:
     """So that a batch of slow lines does not start a process for each of them."""
     template = templates(MOODY)
     slow = await stopped(template)
-    first = asyncio.create_task(template.render(says("a")))
-    while template.pid in (None, slow):
-        assert not first.done()
-        await asyncio.sleep(0.01)
     os.kill(slow, signal.SIGCONT)
-    assert await first == "a"
+    assert await template.render(says("slow")) == "slow"
 
     os.kill(slow, signal.SIGSTOP)
     assert await template.render(says("b")) == "b"
@@ -262,10 +274,11 @@ async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates
 
 async def test_the_wait_for_earlier_requests_is_limited(templates: Templates) -> None:
     """Then it gets 503 with Retry-After."""
-    template = templates(MOODY, replace(LIMITS, turn_s=0.01))
+    template = templates(MOODY)
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
     await asyncio.sleep(0)  # lets the task start
+    work_for(Owner(), wait_s=0.01)
     with pytest.raises(Busy):
         await template.render(says("b"))
     os.kill(pid, signal.SIGCONT)

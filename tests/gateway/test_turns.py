@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.turns import MAX_WAITING, Busy, Owner, Turns
+from gateway.turns import (
+    LEAST_WAITING_BYTES,
+    MAX_WAITING_BYTES,
+    Busy,
+    Owner,
+    Turns,
+    hold,
+    work_for,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -20,13 +28,12 @@ class Workshop:
     """Work that ends when the test says so."""
 
     num_places: int = 2
-    wait_s: float = 60.0
     now_s: float = 0.0
     running: list[tuple[Owner, asyncio.Event]] = field(default_factory=list)
     order: list[Owner] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.num_places, wait_s=self.wait_s, clock=lambda: self.now_s)
+        self.turns = Turns(self.num_places, clock=lambda: self.now_s)
 
     async def _work(self, owner: Owner) -> None:
         async with self.turns.turn(owner):
@@ -168,24 +175,68 @@ async def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
     await last
 
 
-async def test_the_wait_and_the_line_are_limited() -> None:
-    """For its own owner alone, with a time to retry that grows with the line."""
-    work = Workshop(num_places=2, wait_s=0.0)
-    running = await work.begin(ANN)
-    with pytest.raises(Busy) as refused:
-        await work._work(ANN)
-    assert refused.value.retry_after_s == 1.0
-    running += await work.begin(BOB)
+async def test_a_wait_ends_at_the_deadline_of_its_call() -> None:
+    """All its waits together; without a deadline, as in batches, it goes on."""
+    work = Workshop(num_places=1)
+    [first, patient] = await work.begin(ANN, 2)
+    work_for(ANN, wait_s=0.0)
+    for _ in range(2):
+        with pytest.raises(Busy) as refused:
+            await work._work(ANN)
+        assert refused.value.retry_after_s == 1.0
     await work.end_all()
-    await asyncio.gather(*running)
+    await asyncio.gather(first, patient)
+    await asyncio.gather(*(await work.begin(ANN)), work.end_all())
 
+
+async def test_what_waits_is_limited_by_what_it_holds() -> None:
+    """For its own owner, with a time to retry that grows with the line."""
     work = Workshop(num_places=2)
     running = await work.begin(ANN)
     for _ in range(8):
         running += await work.begin(ANN)
         await work.end(took_s=3.0)
-    running += await work.begin(ANN, MAX_WAITING)
+    most = MAX_WAITING_BYTES // 2 // LEAST_WAITING_BYTES
+    running += await work.begin(ANN, most)
     with pytest.raises(Busy) as refused:
         await work._work(ANN)
-    assert refused.value.retry_after_s > MAX_WAITING
+    assert refused.value.retry_after_s > most
     await gone(running)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_waiting_work_never_holds_more_than_its_memory(seed: int) -> None:
+    """Whoever comes and leaves: an owner has at most what is free, so that others find some; and
+    all of it is free again in the end."""
+    chance = random.Random(seed)
+    work, tasks, held = Workshop(num_places=1), list[asyncio.Task[None]](), dict[str, list[int]]()
+    refusals = 0
+
+    async def come(owner: Owner, num_bytes: int) -> None:
+        hold(num_bytes)
+        mine = held.setdefault(owner.tenant, [])
+        mine.append(max(num_bytes, LEAST_WAITING_BYTES))
+        try:
+            await work._work(owner)
+        finally:
+            mine.remove(max(num_bytes, LEAST_WAITING_BYTES))
+
+    tasks += await work.begin(BOB)
+    for _ in range(600):
+        owner, num_bytes = Owner(chance.choice("abc")), chance.choice([100, 2**16, 2**18, 2**20])
+        tasks.append(asyncio.create_task(come(owner, num_bytes)))
+        await settled()
+        waiting = {tenant: sum(sizes) for tenant, sizes in held.items()}
+        assert sum(waiting.values()) <= MAX_WAITING_BYTES
+        assert max(waiting.values()) <= MAX_WAITING_BYTES // 2
+        if tasks[-1].done():
+            assert isinstance(tasks[-1].exception(), Busy)
+            refusals += 1
+            free = MAX_WAITING_BYTES - sum(waiting.values())
+            assert waiting[owner.tenant] + num_bytes > free
+        if chance.random() < 0.1:
+            tasks[chance.randrange(1, len(tasks))].cancel()
+            await settled()
+    assert refusals
+    await gone(tasks)
+    assert work.turns._num_free_bytes == MAX_WAITING_BYTES

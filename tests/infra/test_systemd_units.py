@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.options import GATEWAY_DRAIN_S, LIFELINE_GRACE_S
 from infra.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,6 +55,16 @@ def test_a_unit_runs_a_command_that_exists(name: str) -> None:
     assert options.command == re.sub(r"batchway-|@?\.service", "", name)
     assert service(name)["User"] == "batchway"
     assert int(service(name)["TimeoutStopSec"]) > (getattr(options, "drain_s", None) or 0)
+
+
+def test_the_gateway_s_unit_may_run_several() -> None:
+    """The page names the variable that its command reads. Only the process that started them gets
+    SIGTERM, so that none is restarted while all end."""
+    assert re.search(r"`BATCHWAY_GATEWAYS=\d+` in `/etc/batchway/env`", PAGE.read_text())
+    unit = service("batchway-gateway.service")
+    assert "--gateways" not in unit["ExecStart"]
+    assert unit["KillMode"] == "mixed"
+    assert int(unit["TimeoutStopSec"]) >= GATEWAY_DRAIN_S + 2 * LIFELINE_GRACE_S
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
