@@ -1,11 +1,12 @@
-"""What batchway adds to a host with 256 places that takes 14 ms for a step: python -m bench.places
+"""What batchway adds to a host with 256 places and steps of equal length: python -m bench.places
 
 The host, in the place of vLLM, waits and does not compute. As vLLM's core does, it goes on with the
 requests that it has while its engine process hands out tokens and places. It runs alone, with all
 sequences at once, and then behind that process, a worker and Redis, or with a gateway as well.
 `--before` names another checkout, which takes turns with this one.
 
-`tail`: from the end of the median stream to the last. `processors`: what each part used of them,
+`tail`: from the end of the median stream to the last. `first`: until the last stream has a token,
+over HTTP from the call on. `processors`: what each part used of them,
 for a piece of a stream as its caller gets it; "others" is the engine's process.
 """
 
@@ -45,7 +46,7 @@ from workers.ipc.messages import EngineOptions, EngineReady
 from workers.lanes import lanes_of
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
-STEP_S = 0.014
+STEP_S = float(os.environ.get("PLACES_STEP_S", "0.014"))
 NUM_PLACES = 256
 _CONTEXT, _BLOCK = 4096, 16
 _LINE = PauseLine("m", "standard")
@@ -59,6 +60,7 @@ class Variant(NamedTuple):
     num_tokens: int = 512
     n: int = 1  # streams of a job
     num_gateways: int = 1
+    step_s: float = STEP_S
     states_length: bool = False
     is_http: bool = False
 
@@ -71,6 +73,7 @@ VARIANTS = {
     "HTTP, 128": Variant(num_streams=128, is_http=True),
     "HTTP, 256": Variant(num_streams=256, is_http=True),
     "HTTP, 256, 2 gateways": Variant(num_streams=256, num_gateways=2, is_http=True),
+    "HTTP, 256, 40 ms": Variant(num_streams=256, num_tokens=128, step_s=0.04, is_http=True),
 }
 
 
@@ -160,12 +163,13 @@ def _params(variant: Variant) -> SamplingParams:
 
 
 class Run(NamedTuple):
-    """Seconds: of the host alone, until the last and the median stream's end, and of processors.
-    `num_pieces`: of all streams, as their callers get them."""
+    """Seconds: of the host alone, until the last and the median stream's end, until all have a
+    token, and of processors. `num_pieces`: of all streams, as their callers get them."""
 
     alone_s: float
     wall_s: float
     median_s: float
+    first_s: float
     processor_s: dict[str, float]
     num_pieces: int
 
@@ -199,8 +203,10 @@ async def through_redis(variant: Variant, folder: Path) -> Run:
     start_ms = min(view.claimed_ms or 0 for view, _ in views)
     ends_s = sorted(((view.finished_ms or 0) - start_ms) / 1000 for view, _ in views)
     num_pieces = variant.num_streams * variant.num_tokens
+    firsts_s = [((view.first_token_ms or 0) - start_ms) / 1000 for view, _ in views]
     return Run(
-        alone_s(variant), ends_s[-1], statistics.median(ends_s), _less(spent, before), num_pieces
+        *(alone_s(variant), ends_s[-1], statistics.median(ends_s), max(firsts_s)),
+        *(_less(spent, before), num_pieces),
     )
 
 
@@ -220,6 +226,8 @@ def _job(variant: Variant) -> Job:
 async def through_http(variant: Variant, folder: Path) -> Run:
     """The second of two rounds of calls. Its caller is no library: httpx takes longer than all."""
     command = [sys.executable, "-m", "infra", "up", "--port=0", *_SERVED]
+    if variant.num_gateways > 1:
+        command.append(f"--gateways={variant.num_gateways}")
     fields = {"model": "m", "prompt": "x" * 20, "max_tokens": variant.num_tokens}
     body = json.dumps(fields | {"ignore_eos": True, "stream": True})
     with running_server(command, folder / "log", UP_IS_READY, 60.0) as server:
@@ -227,21 +235,24 @@ async def through_http(variant: Variant, folder: Path) -> Run:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
 
-        async def end_s(start_s: float) -> tuple[float, int]:
+        async def times_s(start_s: float) -> tuple[float, float, int]:
             reader, writer = await asyncio.open_connection(*host.split(":"))
             writer.write((head + body).encode())
+            await reader.readuntil(b"\ndata: {")
+            first_s = time.monotonic() - start_s
             answer = await reader.read()
             writer.close()
             assert b"[DONE]" in answer[-100:]
-            return time.monotonic() - start_s, answer.count(b"\ndata: {")
+            return first_s, time.monotonic() - start_s, 1 + answer.count(b"\ndata: {")
 
         for _ in range(2):
             before, start_s = processor_s(server.pid), time.monotonic()
-            calls = [end_s(start_s) for _ in range(variant.num_streams)]
-            ends_s, nums = zip(*await asyncio.gather(*calls), strict=True)
+            calls = [times_s(start_s) for _ in range(variant.num_streams)]
+            firsts_s, ends_s, nums = zip(*await asyncio.gather(*calls), strict=True)
         spent = processor_s(server.pid)
     return Run(
-        alone_s(variant), max(ends_s), statistics.median(ends_s), _less(spent, before), sum(nums)
+        *(alone_s(variant), max(ends_s), statistics.median(ends_s), max(firsts_s)),
+        *(_less(spent, before), sum(nums)),
     )
 
 
@@ -266,7 +277,9 @@ def measure_in(checkout: Path, name: str) -> Run:
     done = subprocess.run(  # noqa: S603
         [sys.executable, __file__, "--once", name],
         cwd=checkout,
-        env=os.environ | {"PYTHONPATH": f"{checkout}:{Path(__file__).parent}"},
+        env=os.environ
+        | {"PYTHONPATH": f"{checkout}:{Path(__file__).parent}"}
+        | {"PLACES_STEP_S": str(VARIANTS[name].step_s)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -300,6 +313,7 @@ def main() -> None:
         "wall, s",
         "ratio",
         "tail, s",
+        "first, s",
         "pieces",
         "processors, µs",
     )
@@ -311,6 +325,7 @@ def _row(name: str, label: str, runs: list[Run]) -> tuple[str, ...]:
     alone, wall = (statistics.median(values) for values in list(zip(*runs, strict=True))[:2])
     ratio = statistics.median(run.wall_s / run.alone_s for run in runs)
     tail = statistics.median(run.wall_s - run.median_s for run in runs)
+    first = statistics.median(run.first_s for run in runs)
     spent = {
         part: statistics.median(1e6 * run.processor_s.get(part, 0) / run.num_pieces for run in runs)
         for part in runs[0].processor_s
@@ -320,6 +335,7 @@ def _row(name: str, label: str, runs: list[Run]) -> tuple[str, ...]:
     num_pieces = statistics.median(run.num_pieces for run in runs)
     return (
         *(name, label, f"{alone:.2f}", f"{wall:.2f}", f"{ratio:.3f}", f"{tail:.3f}"),
+        f"{first:.2f}",
         *(f"{num_pieces:,.0f}", shown),
     )
 
