@@ -1,0 +1,335 @@
+"""What batchway uses of vLLM beside speculative decoding: our processor with rows for drafts.
+
+Methods of drafting are configured as operators do. Their models need a GPU, so drafts come from
+vLLM's n-gram speculator, or are made here: right ones, wrong ones, and such that a grammar refuses.
+"""
+
+import json
+import random
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+import vllm
+from tokenizers import Tokenizer
+
+from contract.errors import ErrorCode
+from tests.vllm_contract.runner import NUM_SLOTS, Runner
+from tests.vllm_contract.sequences import (
+    KINDS,
+    NUM_TOKENS,
+    PROMPT,
+    Scores,
+    masks_of,
+    own_token,
+    sequence_of,
+)
+from workers.engine.grammar import Grammars
+from workers.engine.sequence import RequestRefused, Sequence
+from workers.ipc.messages import EngineOptions
+from workers.model.sampler import adjust_logits, find_allowed
+from workers.vllm_engine.load import engine_args, engine_config
+from workers.vllm_engine.sampling import grammars_of, sampling_of
+
+_NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+_NUM_DRAFTED = 4
+_NUM_WALKS = 30
+_MOST_OF_SCHEMA = 150  # tokens
+_SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "is_old": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"enum": ["lid", "rim"]}, "maxItems": 3},
+    },
+    "required": ["colour", "size", "is_old", "parts"],
+    "additionalProperties": False,
+}
+_JSON = json.dumps({"grammars": [{"json_schema": _SCHEMA}]})
+
+
+def check_drafts(model: str) -> None:
+    """Runs each check for the methods that this release drafts with; raises what fails."""
+    ngram = _config(model, _NGRAM)
+    if ngram.use_v2_model_runner:
+        _check_kinds(ngram, own_drafts=False)
+        _check_schema(ngram, own_drafts=False)
+    else:  # as vLLM 0.31
+        _check_old_runner(ngram)
+    trained = [
+        _config(model, {"method": name, "model": model}) for name in ("eagle3", "draft_model")
+    ]
+    for config in trained:
+        assert config.use_v2_model_runner
+        assert not sampling_of(config).keeps_noise
+    _check_kinds(trained[0], own_drafts=True)
+    _check_schema(trained[0], own_drafts=True)
+    num_tokens = sum(_check_walk(trained[0], seed) for seed in range(_NUM_WALKS))
+    runner = "new" if ngram.use_v2_model_runner else "old"
+    print(
+        f"vLLM {vllm.__version__}: {num_tokens} tokens as without drafts; n-grams: {runner} runner"
+    )
+
+
+def _config(model: str, method: dict[str, Any]) -> Any:
+    given = json.dumps(method | {"num_speculative_tokens": _NUM_DRAFTED})
+    options = EngineOptions(
+        model_path=model,
+        max_num_seqs=NUM_SLOTS,
+        prefix_caching=True,
+        engine_args={"speculative_config": given},
+    )
+    return engine_config(engine_args(options))
+
+
+def _check_old_runner(config: Any) -> None:
+    """It takes no processor beside speculation, and a job that needs one is refused."""
+    sampling = sampling_of(config)
+    assert sampling.processor is None
+    assert config.model_config.logits_processors is None
+    for params in ({"min_p": 0.1}, {"logit_bias": {7: 1.0}}):
+        try:
+            sampling.arguments(sequence_of(params))
+        except RequestRefused as refusal:
+            assert refusal.code is ErrorCode.BAD_PARAMETER
+        else:
+            raise AssertionError(f"{params} would have no effect")
+
+
+def _grammars(config: Any) -> Grammars:
+    grammars = grammars_of(config)
+    assert grammars is not None
+    return grammars
+
+
+class _Drafts:
+    """Proposes the tokens that would follow without a grammar, penalties or biases, and changes or
+    cuts some."""
+
+    def __init__(self, seed: int, scores: Scores, likely: Seq[int] = ()) -> None:
+        self._random, self._scores, self._likely = random.Random(seed), scores, likely
+
+    def __call__(self, sequence: Sequence) -> list[int]:
+        draft: list[int] = []
+        follows = self._likely[sequence.num_output :]
+        for number in range(self._random.randrange(_NUM_DRAFTED + 1)):
+            token_id = int(self._scores(sequence, draft).argmax())
+            if number < len(follows) and self._random.random() < 0.8:
+                token_id = follows[number]
+            if self._random.random() < 0.15:
+                token_id = self._random.randrange(self._scores.vocab_size)
+            draft.append(token_id)
+        return draft
+
+
+def _reference(
+    params: dict[str, Any], scores: Scores, grammars: Grammars, num_tokens: int
+) -> list[int]:
+    """The output of a greedy choice, token by token by batchway's own sampler."""
+    sequence = sequence_of(params, num_tokens=num_tokens)
+    while sequence.num_output < num_tokens and not _is_whole(sequence, grammars):
+        sequence.token_ids.append(own_token(scores(sequence), sequence, grammars))
+    return sequence.token_ids[sequence.num_prompt :]
+
+
+def _is_whole(sequence: Sequence, grammars: Grammars) -> bool:
+    params, output = sequence.params, sequence.token_ids[sequence.num_prompt :]
+    return bool(params.grammar) and grammars.matcher(params.grammar, output).is_complete
+
+
+def _has_ended(sequence: Sequence) -> bool:
+    """Whether an ending token is in its output; greedy ones go on, to have more to compare."""
+    is_greedy = sequence.params.temperature == 0.0
+    return not is_greedy and 1 in sequence.token_ids[sequence.num_prompt :]
+
+
+def _check_kinds(config: Any, own_drafts: bool) -> None:
+    """Greedy choices have the tokens that they have without drafts, also after a resume; those of
+    others are among the ones that their parameters allow."""
+    grammars = _grammars(config)
+    num_accepted = num_refused = 0
+    for number, (kind, params) in enumerate(_kinds().items()):
+        is_greedy = params["temperature"] == 0.0
+        scores = Scores(number, grammars.vocab_size)
+        expected = _reference(params, scores, grammars, NUM_TOKENS) if is_greedy else []
+        for cut in (0, 7) if is_greedy else (0,):
+            drafts = _Drafts(number, scores, expected) if own_drafts else None
+            runner = Runner(config, sampling_of(config), drafts)
+            sequence = sequence_of(params, PROMPT + expected[:cut])
+            other = sequence_of(KINDS["penalties"])
+            slots = [runner.add("other", other), runner.add("choice", sequence)]
+            while sequence.num_output < NUM_TOKENS and not _has_ended(sequence):
+                before = len(sequence.token_ids)
+                runner.step(slots, scores)
+                if not is_greedy:
+                    _check_allowed(kind, sequence, before, scores, grammars)
+            if is_greedy:
+                assert sequence.token_ids[len(PROMPT) :][:NUM_TOKENS] == expected, (kind, cut)
+            num_accepted += runner.num_accepted
+            num_refused += runner.num_refused
+    assert num_refused > 10, "no draft is refused: this check is blind"
+    assert num_accepted > 10 or not own_drafts, "no draft is accepted: this check is blind"
+
+
+def _kinds() -> dict[str, dict[str, Any]]:
+    grammar = KINDS["grammar"]["grammar"]
+    return KINDS | {
+        "min-p": {"temperature": 2.0, "min_p": 0.3},
+        "suppressed": {"temperature": 1.0, "logit_bias": dict.fromkeys(range(60, 76), -100.0)},
+        "all": {
+            "temperature": 1.2,
+            "min_p": 0.05,
+            "top_p": 0.9,
+            "logit_bias": {70: 5.0, 71: -100.0},
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.5,
+            "repetition_penalty": 1.3,
+            "grammar": grammar,
+        },
+    }
+
+
+def _check_allowed(
+    kind: str, sequence: Sequence, first: int, scores: Scores, grammars: Grammars
+) -> None:
+    """Each of the new tokens is one that batchway's own sampler may draw."""
+    params = sequence.params
+    for place in range(first, len(sequence.token_ids)):
+        past = sequence_of({}, sequence.token_ids[:place])
+        past.params = params
+        if _has_ended(past):
+            return
+        logits = adjust_logits(scores(past), [past], masks_of(past, grammars))
+        logits = logits / params.temperature
+        allowed = find_allowed(
+            logits,
+            torch.tensor([params.top_k]),
+            torch.tensor([params.top_p]),
+            torch.tensor([params.min_p]),
+        )
+        token_id = sequence.token_ids[place]
+        assert logits[0, token_id] >= allowed.lowest[0, 0] - 1e-3, (kind, place, token_id)
+        assert logits[0, token_id].isfinite(), (kind, place, token_id)
+
+
+def _check_schema(config: Any, own_drafts: bool) -> None:
+    """Outputs of a JSON schema are whole and valid; the greedy ones are as without drafts."""
+    grammars = _grammars(config)
+    tokenizer = Tokenizer.from_file(f"{config.model_config.model}/tokenizer.json")
+    example = '{"colour":"red","size":7,"is_old":true,"parts":["lid","rim"]}'
+    likely = tokenizer.encode(example).ids
+    num_accepted = num_refused = 0
+    for seed in range(6):
+        params = {"temperature": float(seed % 2), "grammar": _JSON}
+        scores = Scores(seed, grammars.vocab_size)
+        runner = Runner(
+            config, sampling_of(config), _Drafts(seed, scores, likely) if own_drafts else None
+        )
+        sequence = sequence_of(params, likely, _MOST_OF_SCHEMA, num_prompt=len(likely))
+        expected = sequence_of(params, likely, _MOST_OF_SCHEMA, num_prompt=len(likely))
+        slot = runner.add("choice", sequence)
+        matcher = grammars.matcher(_JSON)
+        output: list[int] = []
+        while not matcher.is_complete:
+            for token_id in runner.step([slot], scores)[slot]:
+                if not matcher.is_complete:  # the engine aborts the request then
+                    if not seed % 2:
+                        assert token_id == own_token(scores(expected), expected, grammars)
+                    matcher.consume(token_id)
+                    expected.token_ids.append(token_id)
+                    output.append(token_id)
+        value = json.loads(tokenizer.decode(output))
+        assert list(value) == _SCHEMA["required"], value
+        assert value["colour"] in ("red", "green", "blue") and 0 <= value["size"] <= 99, value
+        num_accepted += runner.num_accepted
+        num_refused += runner.num_refused
+    assert num_accepted and num_refused, "drafts are all alike: this check is blind"
+
+
+def _check_walk(config: Any, seed: int) -> int:
+    """Random choices come, wait, leave and return. Each step takes what batchway's own sampler takes
+    one by one: the draft up to where it differs, and one token more. Returns the number of them."""
+    choose, grammars = random.Random(seed), _grammars(config)
+    scores = Scores(seed, grammars.vocab_size)
+    runner = Runner(config, sampling_of(config), _Drafts(seed, scores))
+    names: dict[str, int] = {}
+    num_tokens = 0
+    for number in range(12):
+        if len(names) < NUM_SLOTS and choose.random() < 0.6:
+            params = _random_params(choose)
+            output = _reference(params, scores, grammars, choose.choice((0, 0, 5)))
+            sequence = sequence_of(params, PROMPT + output, 100)
+            if not _is_whole(sequence, grammars):
+                names[f"choice {number}"] = runner.add(f"choice {number}", sequence)
+        if names and choose.random() < 0.2:  # as when vLLM is short of blocks
+            name = choose.choice(list(names))
+            sequence = runner.sequences[names[name]]
+            runner.remove(name)
+            names[name] = runner.add(name, sequence)
+        slots = choose.sample(list(names.values()), choose.randint(0, len(names)))
+        if not slots:
+            continue
+        expected = {slot: _one_by_one(runner, slot, scores, grammars) for slot in slots}
+        found = runner.step(slots, scores)
+        for slot, token_ids in expected.items():
+            sequence = runner.sequences[slot]
+            assert found[slot][: len(token_ids)] == token_ids, (seed, number, sequence.params)
+            is_whole = _is_whole(
+                sequence_of(
+                    {"grammar": sequence.params.grammar},
+                    sequence.token_ids[
+                        : len(sequence.token_ids) - len(found[slot]) + len(token_ids)
+                    ],
+                ),
+                grammars,
+            )
+            assert is_whole or len(found[slot]) == len(token_ids)
+            num_tokens += len(token_ids)
+            if is_whole:
+                [name] = [name for name in names if names[name] == slot]
+                runner.remove(name)
+                del names[name]
+    return num_tokens
+
+
+def _one_by_one(runner: Runner, slot: int, scores: Scores, grammars: Grammars) -> list[int]:
+    """The tokens of the slot's next step; none after the end of its grammar."""
+    known = runner.sequences[slot]
+    past = sequence_of({}, known.token_ids, 100)
+    past.params = known.params
+    token_ids: list[int] = []
+    for drafted in [*runner.draft_of(slot), None]:
+        if _is_whole(past, grammars):
+            break
+        token_ids.append(own_token(scores(past), past, grammars))
+        past.token_ids.append(token_ids[-1])
+        if token_ids[-1] != drafted:
+            break
+    return token_ids
+
+
+def _random_params(choose: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 0.0}
+    if choose.random() < 0.7:
+        rule = " ".join(_random_piece(choose) for _ in range(choose.randint(1, 4)))
+        params["grammar"] = json.dumps({"grammars": [{"lark_grammar": f"start: {rule}"}]})
+    if choose.random() < 0.3:
+        params["frequency_penalty"] = choose.uniform(-1.0, 2.0)
+        params["presence_penalty"] = choose.uniform(-1.0, 2.0)
+    if choose.random() < 0.2:
+        params["repetition_penalty"] = choose.uniform(0.8, 1.8)
+    if choose.random() < 0.3:
+        params["logit_bias"] = {choose.randrange(4, 260): choose.uniform(-9, 9) for _ in range(9)}
+    return params
+
+
+def _random_piece(choose: random.Random) -> str:
+    """A part of a rule of Lark, with at least one character."""
+    letters = "".join(choose.sample("abcdefgh0123456789", choose.randint(1, 6)))
+    least = choose.randint(1, 4)
+    words = " | ".join(f'"{letters[:n]}"' for n in range(1, len(letters) + 1))
+    return choose.choice(
+        (f"/[{letters}]{{{least},{least + 3}}}/", f"({words})", f'/[^{letters}"]/', f"({words})+")
+    )
