@@ -16,7 +16,6 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "VLLM_LOGGIN
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 import msgspec
-import torch
 import vllm.platforms
 from vllm.platforms.cuda import CudaPlatformBase
 from vllm.platforms.interface import DeviceCapability

@@ -1,12 +1,15 @@
 """vLLM's samplers and its state of requests, driven as vLLM's model runner drives them: with the
 kernels that lay out a step, verify drafts and keep what was sampled."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -35,6 +38,55 @@ interpreter._interpreter.load = lambda places, mask, *rest: _load(places, mask.a
 for module in (sampler, sampling_states):
     module.apply_top_k_top_p = lambda logits, k, p, **_: apply_top_k_top_p_pytorch(logits, k, p)
 
+_READS = (Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.cpu, Tensor.nonzero, Tensor.__bool__)
+
+
+class _Event:
+    """A CUDA event that remembers its wait."""
+
+    newest: "_Event"
+
+    def __init__(self, blocking: bool) -> None:
+        self.is_recorded = self.is_awaited = False
+        _Event.newest = self
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+        self.is_awaited = True
+
+
+torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+
+
+class _NoWait(TorchFunctionMode):
+    """Fails where the host would wait for a forward: it may read what it has made itself, and a
+    copy after its event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.copied: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _READS:
+            [tensor] = args
+            is_awaited = any(tensor is each for each in self.copied) and _Event.newest.is_awaited
+            assert is_awaited or any(tensor is each for each in self.made), function
+        found = function(*args, **kwargs)
+        if function is Tensor.to and args[1:] == ("cpu",):
+            assert kwargs == {"non_blocking": True}
+            self.copied.add(found)
+        elif function in (torch.full, torch.tensor) and "device" not in kwargs:
+            self.made.add(found)
+        return found
+
+
 # The logits (1, vocab_size) after a sequence and the first tokens of its draft.
 Model = Callable[[engine_sequence.Sequence, Sequence[int]], torch.Tensor]
 # The draft for a sequence.
@@ -42,7 +94,7 @@ Proposal = Callable[[engine_sequence.Sequence], Sequence[int]]
 
 
 class Runner:
-    """A step computes some of the requests: the rest of the prompt, or the last token and a draft."""
+    """A step computes some of the requests: a whole prompt, or the last token and a draft."""
 
     def __init__(self, config: Any, sampling: Sampling, propose: Proposal | None = None) -> None:
         """Without `propose`, vLLM's n-gram speculator proposes, if the configuration has one."""
@@ -56,6 +108,7 @@ class Runner:
         [self.processor] = build_custom_logits_processors(
             config, self.state, False, (sampling.processor,)
         )
+        self._watch(self.processor)
         self._sampler = sampler.Sampler(
             config,
             NUM_SLOTS,
@@ -64,7 +117,8 @@ class Runner:
             self.state,
             custom_logits_processors=[self.processor],
         )
-        self._verifier = self._speculator = None
+        self._verifier: Any = None
+        self._speculator: Any = None
         if self._max_drafts:
             self._verifier = RejectionSampler(self._sampler, config.speculative_config, _CPU)
             if propose is None:
@@ -73,6 +127,17 @@ class Runner:
                 self._speculator = init_speculator(config, _CPU, self.state)
         self.sequences: dict[int, engine_sequence.Sequence] = {}  # by slot
         self._num_computed: dict[int, int] = {}
+
+    def _watch(self, processor: Any) -> None:
+        no_wait = _NoWait()
+        for name in ("apply_staged_writes", "apply"):
+            method = getattr(processor, name)
+
+            def watched(*args: Any, method: Any = method) -> Any:
+                with no_wait:
+                    return method(*args)
+
+            setattr(processor, name, watched)
 
     def add(self, name: str, sequence: engine_sequence.Sequence) -> int:
         """Adds a request as HostedEngine and vLLM's own check of requests do; returns its slot."""

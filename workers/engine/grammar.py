@@ -304,7 +304,8 @@ class Grammars:
         mask = np.zeros((num_rows, self.num_mask_words), dtype=np.int32)
         self._fill(mask, rows)
         bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
-        return bits[:, : self.vocab_size] == 0
+        forbidden: np.ndarray = bits[:, : self.vocab_size] == 0
+        return forbidden
 
     def fill(self, mask: np.ndarray, rows: Seq[tuple[Matcher, int, Seq[int]]]) -> None:
         """Writes which tokens can follow, as `forbidden`, into rows of mask: int32, shape (any,

@@ -81,8 +81,8 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
 
     @classmethod
     def validate_params(cls, sampling_params: VllmParams) -> None:
-        """Raises ValueError for what vLLM would accept, and then die of. Sets what vLLM's own check,
-        which has been before, refuses beside speculative decoding."""
+        """Raises ValueError for what vLLM would accept, and then die of. Sets what vLLM's own check
+        before this one refuses beside speculative decoding."""
         if (choice := choice_of(sampling_params)) is not None:
             sampling_params.logit_bias = choice.params.logit_bias or None
             sampling_params.min_p = choice.params.min_p
@@ -122,66 +122,64 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         new_ids = known[slot[:, None], places.clamp(max=known.shape[1] - 1)]
         parts = self._state.total_len.gpu[slot][:, None], new_ids, self._state.draft_tokens[slot]
         numbers = torch.cat([part.long() for part in parts], dim=1).to("cpu", non_blocking=True)
-        is_done = torch.cuda.Event(blocking=True)
+        is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         is_done.record()
         self._copy = _Copy(dict(self._constrained), numbers, num_new, is_done)
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """logits (num_rows, vocab_size) float32, changed in place."""
         slots: list[int] = ctx.idx_mapping_np.tolist()
-        max_rows = self._max_rows if len(logits) > len(slots) else 1
         penalised = [place for place, slot in enumerate(slots) if slot in self._penalised]
         if penalised:
-            self._penalise(logits, ctx, penalised, max_rows)
+            self._penalise(logits, ctx, penalised)
         self._advance()
-        constrained = {s: self._constrained[s] for s in slots if s in self._constrained}
+        constrained = [slot for slot in slots if slot in self._constrained]
         if constrained:
-            self._mask(logits, ctx, constrained, max_rows)
+            self._mask(logits, ctx, constrained)
         return logits
 
-    def _penalise(
-        self, logits: Tensor, ctx: LogitsContext, places: list[int], max_rows: int
-    ) -> None:
+    def _penalise(self, logits: Tensor, ctx: LogitsContext, places: list[int]) -> None:
         """Applies the penalties of the output, for some places of the batch."""
         slots = ctx.idx_mapping_np[places].tolist()
         params, num_prompt = zip(*(self._penalised[slot] for slot in slots), strict=True)
         num_output = int((ctx.seq_lens_upper_bound_np[places] - np.array(num_prompt)).max())
         if num_output <= 0:
             return
-        slot, first = (
-            async_tensor_h2d([slots, num_prompt], dtype=torch.int64, device=logits.device)
-            .repeat_interleave(max_rows, dim=1)
-            .unbind()
-        )
-        row = self._rows(ctx, slot.view(-1, max_rows)).view(-1)
-        position = first[:, None] + torch.arange(num_output, device=logits.device)
-        num_back = ctx.pos[row][:, None] - position
-        # The tokens of a draft are only where the rows behind them have their input.
-        is_draft = num_back < ctx.expanded_local_pos[row][:, None]
-        draft = ctx.input_ids[(row[:, None] - num_back).clamp(0, len(logits) - 1)]
+        slot, first = async_tensor_h2d(
+            [slots, num_prompt], dtype=torch.int64, device=logits.device
+        ).unbind()
+        rows = self._rows(ctx, slot)
+        num_rows = rows.shape[1]
+        row = rows.view(-1, 1)
+        slot, first = (each.repeat_interleave(num_rows)[:, None] for each in (slot, first))
+        position = first + torch.arange(num_output, device=logits.device)
+        num_back = ctx.pos[row] - position
+        # The tokens of a draft are only in the inputs of the rows after the first.
+        draft = ctx.input_ids[(row - num_back).clamp(0, len(logits) - 1)]
         known = self._state.all_token_ids.gpu
-        ids = known[slot[:, None], position.clamp(max=known.shape[1] - 1)]
-        ids = torch.where(is_draft, draft, ids).long().clamp(min=0)
+        ids = known[slot, position.clamp(max=known.shape[1] - 1)]
+        ids = torch.where(num_back < ctx.expanded_local_pos[row], draft, ids).long().clamp(min=0)
         is_output = num_back >= 0
-        scores = logits[row]
-        penalise(
-            scores,
-            range(len(row)),
-            [each for each in params for _ in range(max_rows)],
-            torch.where(is_output, ids, ids[:, :1]),
-            is_output,
-        )
-        logits[row] = scores
+        ids = torch.where(is_output, ids, ids[:, :1])
+        scores = logits[row[:, 0]]
+        each_row = [own for own in params for _ in range(num_rows)]
+        penalise(scores, range(len(row)), each_row, ids, is_output)
+        logits[row[:, 0]] = scores
 
     def _rows(self, ctx: LogitsContext, slots: Tensor) -> Tensor:
-        """slots (n, max_rows), a slot repeated in each -> its rows of logits, int64, with its last
-        again where it has fewer."""
+        """The rows of logits of some slots, int64, shape (n, most rows of a slot), with the last
+        one again where a slot has fewer."""
         slot, number = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
         zeros = number.new_zeros(self._state.max_num_reqs)
-        row = torch.arange(len(slot), device=slot.device)
-        first = zeros.index_put((slot,), row - number)[slots]
-        last = zeros.scatter_reduce(0, slot, number, "amax")[slots]
-        return first + torch.minimum(torch.arange(slots.shape[1], device=slot.device), last)
+        numbers = torch.arange(self._num_rows(ctx), device=slot.device)
+        first = zeros.index_put((slot,), torch.arange(len(slot), device=slot.device) - number)
+        last = zeros.scatter_reduce(0, slot, number, "amax")
+        rows: Tensor = first[slots][:, None] + torch.minimum(numbers, last[slots][:, None])
+        return rows
+
+    def _num_rows(self, ctx: LogitsContext) -> int:
+        """The most rows of a slot in this step."""
+        return self._max_rows if len(ctx.pos) > len(ctx.idx_mapping_np) else 1
 
     def _advance(self) -> None:
         """Waits for the copy of this step, if nobody has, and consumes what it brings."""
@@ -214,29 +212,18 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         choice.draft = tuple(possible[: choice.matcher.num_allowed(possible)])
         return not choice.matcher.is_complete
 
-    def _mask(
-        self,
-        logits: Tensor,
-        ctx: LogitsContext,
-        choices: dict[int, _Constrained],
-        max_rows: int,
-    ) -> None:
-        """Forbids the tokens that the choices' grammars do. After a token of a draft that is
-        refused, the rest of its rows are not read, and allow all."""
+    def _mask(self, logits: Tensor, ctx: LogitsContext, slots: list[int]) -> None:
+        """Forbids the tokens that the slots' grammars do. After a token of a draft that is refused,
+        the rest of its rows are not read, and allow all."""
         assert self._grammars is not None
-        mask = torch.full(
-            (1 + len(choices) * max_rows, self._grammars.num_mask_words),
-            -1,
-            dtype=torch.int32,
-            pin_memory=logits.is_cuda,
-        )
-        first = np.zeros(self._state.max_num_reqs, dtype=np.int64)  # 0: allows all
-        rows = []
-        for number, (slot, choice) in enumerate(choices.items()):
-            assert choice.matcher is not None
-            first[slot] = 1 + number * max_rows
-            rows.append((choice.matcher, int(first[slot]), choice.draft[: max_rows - 1]))
-        self._grammars.fill(mask.numpy(), rows)
+        num_rows = self._num_rows(ctx)
+        shape = 1 + len(slots) * num_rows, self._grammars.num_mask_words
+        mask = torch.full(shape, -1, dtype=torch.int32, pin_memory=logits.is_cuda)
+        first = np.zeros(self._state.max_num_reqs, dtype=np.int64)  # 0: the row that allows all
+        first[slots] = range(1, len(mask), num_rows)
+        choices = [(self._constrained[slot], int(first[slot])) for slot in slots]
+        drafts = [(c.matcher, row, c.draft[: num_rows - 1]) for c, row in choices if c.matcher]
+        self._grammars.fill(mask.numpy(), drafts)
         chosen = async_tensor_h2d(first, device=logits.device)[ctx.expanded_idx_mapping]
         chosen = torch.where(chosen > 0, chosen + ctx.expanded_local_pos, 0)
         allowed = async_tensor_h2d(mask, device=logits.device)[chosen]

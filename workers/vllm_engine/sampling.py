@@ -88,14 +88,9 @@ def _by_position(sequence: Sequence) -> dict[str, Any]:
     speculative decoding, though its sampler applies them."""
     params = sequence.params
     seed = (params.seed + (sequence.choice_of_prompt << 32)) % 2**63
-    needs_processor = (
-        params.grammar
-        or params.logit_bias
-        or params.min_p
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
-    extra = {"extra_args": _sent(sequence)} if needs_processor else {}
+    changes = params.grammar, params.logit_bias, params.min_p
+    penalties = params.presence_penalty, params.frequency_penalty
+    extra = {"extra_args": _sent(sequence)} if any((*changes, *penalties)) else {}
     return _limits(sequence) | {"seed": seed} | extra
 
 
