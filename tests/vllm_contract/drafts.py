@@ -9,9 +9,13 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
+from msgspec.structs import replace
 from tokenizers import Tokenizer
+from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from contract.errors import ErrorCode
 from tests.vllm_contract.runner import NUM_SLOTS, Runner
@@ -33,7 +37,7 @@ from workers.vllm_engine.sampling import Sampling, grammars_of, sampling_of
 
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 _NUM_DRAFTED = 4
-_NUM_WALKS = 30
+_NUM_WALKS, _NUM_BATCHES = 5, 200
 _MOST_OF_SCHEMA = 150  # tokens
 _SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
@@ -313,6 +317,87 @@ def _one_by_one(runner: Runner, slot: int, scores: Scores, grammars: Grammars) -
         if token_ids[-1] != drafted:
             break
     return token_ids
+
+
+def _check_rows(config: Any, seed: int) -> int:
+    """Each row of a random batch has the logits that batchway's own sampler makes of them, up to a
+    drafted token that its grammar refuses. Without Triton, so for many. Returns their number."""
+    choose, grammars = random.Random(seed), _grammars(config)
+    sampling, scores = sampling_of(config), Scores(seed, grammars.vocab_size)
+    propose = _Drafts(seed, scores)
+    runner = Runner(config, sampling, propose)
+    state, choices, num_checked = runner.state, dict[int, Sequence](), 0
+    for slot in range(choose.randint(1, NUM_SLOTS)):
+        params = _random_params(choose)
+        output = _reference(params, scores, grammars, choose.choice((0, 3, 9)))
+        choices[slot] = sequence_of(params, PROMPT + output, 100)
+        runner.processor.add_request(slot, VllmParams(**sampling.arguments(choices[slot])))
+        state.prefill_len.np[slot] = len(choices[slot].token_ids)
+    for _ in range(6):
+        drafts: dict[int, list[int]] = {}
+        for slot, sequence in choices.items():
+            drafts[slot] = propose(sequence)
+            known = torch.tensor(sequence.token_ids)
+            state.all_token_ids.gpu[slot, : len(known)] = known
+            state.total_len.gpu[slot] = len(known)
+            state.draft_tokens[slot] = torch.tensor([*drafts[slot], *[-1] * _NUM_DRAFTED])[
+                :_NUM_DRAFTED
+            ]
+        slots = choose.sample(list(choices), choose.randint(1, len(choices)))
+        drafts |= {slot: drafts[slot][: choose.randint(0, _NUM_DRAFTED)] for slot in slots}
+        runner.processor.apply_staged_writes()
+        rows = [(slot, number) for slot in slots for number in range(1 + len(drafts[slot]))]
+        inputs = [[choices[slot].token_ids[-1], *drafts[slot]][number] for slot, number in rows]
+        places = [len(choices[slot].token_ids) - 1 + number for slot, number in rows]
+        logits = torch.cat([scores(choices[slot], drafts[slot][:number]) for slot, number in rows])
+        context = LogitsContext(
+            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
+            idx_mapping=torch.tensor(slots, dtype=torch.int32),
+            idx_mapping_np=np.array(slots, dtype=np.int32),
+            expanded_local_pos=torch.tensor([number for _, number in rows], dtype=torch.int32),
+            input_ids=torch.tensor(inputs, dtype=torch.int32),
+            pos=torch.tensor(places),
+            seq_lens_upper_bound_np=np.array(
+                [len(choices[slot].token_ids) + len(drafts[slot]) for slot in slots]
+            ),
+        )
+        found = runner.processor.apply(logits.clone(), context)
+        by_slot: dict[int, list[torch.Tensor]] = {slot: [] for slot in slots}
+        for row, (slot, _) in enumerate(rows):
+            by_slot[slot] += [logits[row], found[row]]
+        for slot in slots:
+            sequence = choices[slot]
+            new_ids = _check_slot(sequence, drafts[slot], by_slot[slot], grammars)
+            num_checked += len(new_ids)
+            sequence.token_ids += new_ids
+            if _is_whole(sequence, grammars):
+                del choices[slot]
+        if not choices:
+            break
+    return num_checked
+
+
+def _check_slot(
+    sequence: Sequence, draft: Seq[int], logits: Seq[torch.Tensor], grammars: Grammars
+) -> list[int]:
+    """`logits` before and after the processor, row by row. Returns the tokens of the step."""
+    params = sequence.params
+    past = sequence_of({}, sequence.token_ids, 100)
+    # vLLM's own stages have applied the others.
+    past.params = replace(params, logit_bias={}, repetition_penalty=1.0)
+    new_ids: list[int] = []
+    for number, drafted in enumerate([*draft, None]):
+        if _is_whole(past, grammars):
+            break
+        before, after = logits[2 * number : 2 * number + 2]
+        expected = adjust_logits(before[None], [past], masks_of(past, grammars))[0]
+        torch.testing.assert_close(after, expected)
+        is_allowed = drafted is not None and bool(after[drafted].isfinite())
+        new_ids.append(drafted if is_allowed and drafted is not None else int(after.argmax()))
+        past.token_ids.append(new_ids[-1])
+        if not is_allowed:
+            break
+    return new_ids
 
 
 def _random_params(choose: random.Random) -> dict[str, Any]:
