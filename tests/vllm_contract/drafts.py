@@ -6,7 +6,9 @@ vLLM's n-gram speculator, or are made here: right ones, wrong ones, and such tha
 
 import json
 import random
+import shutil
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +65,9 @@ def check_drafts(model: str) -> None:
     else:  # as vLLM 0.31
         _check_old_runner(ngram)
     trained = [
-        _config(model, {"method": name, "model": model}) for name in ("eagle3", "draft_model")
+        _config(model, {"method": "eagle3", "model": model}),
+        _config(model, {"method": "draft_model", "model": model}),
+        _config(_with_mtp(model), {"method": "mtp"}),
     ]
     for config in trained:
         assert config.use_v2_model_runner
@@ -72,8 +76,10 @@ def check_drafts(model: str) -> None:
     _check_schema(trained[0], own_drafts=True)
     num_tokens = sum(_check_walk(trained[0], seed) for seed in range(_NUM_WALKS))
     runner = "new" if ngram.use_v2_model_runner else "old"
+    num_rows = sum(_check_rows(trained[0], seed) for seed in range(_NUM_BATCHES))
     print(
-        f"vLLM {vllm.__version__}: {num_tokens} tokens as without drafts; n-grams: {runner} runner"
+        f"vLLM {vllm.__version__}: {num_tokens} tokens as without drafts, {num_rows} rows as one "
+        f"by one; n-grams on its {runner} runner"
     )
 
 
@@ -86,6 +92,20 @@ def _config(model: str, method: dict[str, Any]) -> Any:
         engine_args={"speculative_config": given},
     )
     return engine_config(engine_args(options))
+
+
+def _with_mtp(model: str) -> str:
+    """A folder with the configuration of a model that drafts itself, and no weights."""
+    folder = f"{model}-{vllm.__version__}-mtp"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = Path(folder, "config.json")
+    changes = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_nextn_predict_layers": 1,
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
 
 
 def _check_old_runner(config: Any) -> None:
