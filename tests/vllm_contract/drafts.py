@@ -181,7 +181,7 @@ def _check_kinds(config: Any, own_drafts: bool) -> None:
         is_greedy = params["temperature"] == 0.0
         scores = Scores(number, grammars.vocab_size)
         expected = _reference(params, scores, grammars, NUM_TOKENS) if is_greedy else []
-        for cut in (0, 7) if is_greedy else (0,):
+        for cut in (0, 7) if is_greedy and own_drafts else (0,):
             drafts = _Drafts(number, scores, expected) if own_drafts else None
             runner = Runner(config, sampling_of(config), drafts)
             sequence = sequence_of(params, PROMPT + expected[:cut])
