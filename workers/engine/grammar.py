@@ -206,6 +206,7 @@ class Grammars:
         """The executors run what must not delay a step; by default each has threads of its own.
         Raises GrammarFailed for a tokenizer that llguidance cannot read."""
         self.vocab_size = vocab_size
+        self.num_mask_words = (vocab_size + 31) // 32
         self._eos_token_ids = frozenset(eos_token_ids)
         try:
             self._tokenizer = LLTokenizer(
@@ -295,27 +296,34 @@ class Grammars:
         a row for its state, and one for its state after each token of its draft, which must be
         allowed. Releases the interpreter's lock. A matcher over a limit allows none, and `consume`
         raises."""
-        num_words = (self._tokenizer.vocab_size + 31) // 32
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        rows: list[tuple[Matcher, int, Seq[int]]] = []
         num_rows = 0
         for matcher, token_ids in zip(matchers, drafts or [()] * len(matchers), strict=True):
-            if token_ids:
-                drafted.append((matcher.state, num_rows, list(token_ids)))
-            else:
-                plain.append((matcher.state, num_rows))
+            rows.append((matcher, num_rows, token_ids))
             num_rows += 1 + len(token_ids)
-        mask = np.zeros((num_rows, num_words), dtype=np.int32)
-        place = mask.ctypes.data, num_words * 4, num_rows
+        mask = np.zeros((num_rows, self.num_mask_words), dtype=np.int32)
+        self._fill(mask, rows)
+        bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
+        forbidden: np.ndarray = bits[:, : self.vocab_size] == 0
+        return forbidden
+
+    def fill(self, mask: np.ndarray, rows: Seq[tuple[Matcher, int, Seq[int]]]) -> None:
+        """Writes which tokens can follow, as `forbidden`, into rows of mask: int32, shape (any,
+        num_mask_words), contiguous; token i is bit i % 32 of word i // 32. Each matcher has its
+        first row and its draft."""
+        for matcher, row, draft in rows:
+            self._note_masks(matcher, 1 + len(draft))
+            mask[row : row + 1 + len(draft)] = 0
+        self._fill(mask, rows)
+
+    def _fill(self, mask: np.ndarray, rows: Seq[tuple[Matcher, int, Seq[int]]]) -> None:
+        place = mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask)
+        plain = [(matcher.state, row) for matcher, row, draft in rows if not draft]
         if plain:
             self._mask_threads.unsafe_compute_mask_ptr(plain, *place)
+        drafted = [(matcher.state, row, list(draft)) for matcher, row, draft in rows if draft]
         if drafted:
             self._mask_threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
-        bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
-        forbidden = np.ones((num_rows, self.vocab_size), dtype=bool)
-        width = min(self.vocab_size, self._tokenizer.vocab_size)
-        np.equal(bits[:, :width], 0, out=forbidden[:, :width])
-        return forbidden
 
 
 def _give_way() -> None:

@@ -117,9 +117,6 @@ def start_vllm(
     try:
         config = engine_config(arguments)
         sampling = sampling_of(config)
-        if sampling.processor is not None:
-            others = config.model_config.logits_processors or []
-            config.model_config.logits_processors = [*others, sampling.processor]
         llm = LLMEngine.from_vllm_config(config, stat_loggers=[make_stats])
     except (ValueError, RuntimeError) as exc:
         raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
@@ -150,7 +147,7 @@ def start_vllm(
         max_num_seqs=engine.limits.max_num_seqs,
         capabilities=Capabilities(
             structured_output=grammars is not None,
-            resume=_resume(model) if has_plugin else "distribution",
+            resume=_resume(model) if sampling.keeps_noise else "distribution",
         ),
         generation=generation,
         num_step_tokens=engine.limits.max_num_batched_tokens,
@@ -176,12 +173,15 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
 
 
 def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfig:
-    """Returns the configuration that `vllm serve` would have, and logs the sizes of its steps.
-    Raises ValueError or RuntimeError for what vLLM refuses."""
+    """Returns the configuration that `vllm serve` would have, with our processor, and logs the
+    sizes of its steps. Raises ValueError or RuntimeError for what vLLM refuses."""
     given = [name for name in _SIZES if getattr(arguments, name) != getattr(EngineArgs, name)]
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     sizes = [getattr(config.scheduler_config, name) for name in _SIZES]
     origins = ["given" if name in given else "vLLM's default" for name in _SIZES]
+    if (processor := sampling_of(config).processor) is not None:
+        others = config.model_config.logits_processors or []
+        config.model_config.logits_processors = [*others, processor]
     log.info("vLLM runs with %s", ", ".join(map("{}={} ({})".format, _SIZES, sizes, origins)))
     return config
 

@@ -2,8 +2,9 @@
 
 vLLM has two runners, and each a sampler and an interface for logits processors of its own. The new
 one (Model Runner V2) takes its noise from the seed and the position, and needs our processor for
-grammars and for penalties alone. The old one, which CPUs and some models have, draws from a
-generator whose state is lost with the process: there our processor draws.
+grammars and for penalties alone, beside speculative decoding too. The old one, which CPUs and some
+models have, draws from a generator whose state is lost with the process: there our processor draws,
+and vLLM takes none beside speculative decoding.
 """
 
 from collections.abc import Callable
@@ -39,18 +40,23 @@ class ChoiceParams(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Sampling:
     """How an engine samples: arguments of vLLM's SamplingParams for a choice, which raise
-    RequestRefused, and its processor (`module:class`)."""
+    RequestRefused, its processor (`module:class`), and whether a resumed choice draws with the
+    noise that it would have had."""
 
     arguments: Callable[[Sequence], dict[str, Any]]
     processor: str | None
+    keeps_noise: bool = True
 
 
 def sampling_of(config: VllmConfig) -> Sampling:
     """Returns what the engine of this configuration can do."""
-    if config.speculative_config is not None:  # vLLM takes no processor beside it
-        return Sampling(_anew, None)
+    drafts = config.speculative_config is not None
     if config.use_v2_model_runner:
-        return Sampling(_by_position, "workers.vllm_engine.runner_v2_compat:CountedOutput")
+        # Whether a token was a draft decides which noise it takes.
+        processor = "workers.vllm_engine.runner_v2_compat:CountedOutput"
+        return Sampling(_by_position, processor, keeps_noise=not drafts)
+    if drafts:
+        return Sampling(_anew, None, keeps_noise=False)
     return Sampling(_by_processor, "workers.vllm_engine.runner_v1_compat:SeededSampling")
 
 
@@ -77,16 +83,15 @@ def _by_processor(sequence: Sequence) -> dict[str, Any]:
 
 
 def _by_position(sequence: Sequence) -> dict[str, Any]:
-    """vLLM's sampler; the processor masks, and counts the output that vLLM takes for prompt."""
+    """vLLM's sampler; the processor masks, and counts the output that vLLM takes for prompt. It
+    also hands `logit_bias` and `min_p` to vLLM, whose check of requests refuses them beside
+    speculative decoding, though its sampler applies them."""
     params = sequence.params
-    arguments = _limits(sequence) | {
-        "seed": (params.seed + (sequence.choice_of_prompt << 32)) % 2**63,
-        "logit_bias": params.logit_bias or None,
-        "min_p": params.min_p,
-    }
-    if params.grammar or params.presence_penalty or params.frequency_penalty:
-        arguments["extra_args"] = _sent(sequence)
-    return arguments
+    seed = (params.seed + (sequence.choice_of_prompt << 32)) % 2**63
+    changes = params.grammar, params.logit_bias, params.min_p
+    penalties = params.presence_penalty, params.frequency_penalty
+    extra = {"extra_args": _sent(sequence)} if any((*changes, *penalties)) else {}
+    return _limits(sequence) | {"seed": seed} | extra
 
 
 def _anew(sequence: Sequence) -> dict[str, Any]:
