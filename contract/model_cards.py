@@ -1,5 +1,6 @@
 """What workers publish of a model so that gateways can serve it."""
 
+import math
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,59 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+class ImageTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens that a model's processor adds to a prompt for an image of some size, beside the
+    tokens of `placeholder`, which the chat template writes where the image is.
+
+    The image is scaled and cut into rows of square cells: `one` cell; a `grid` of patches, as
+    Qwen2-VL's `smart_resize`; `tiles`, as Idefics3's.
+    """
+
+    placeholder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    layout: Literal["one", "grid", "tiles"] = "one"
+    cell: _Count = 1  # pixels of its side
+    least: _Count = 1  # pixels of a scaled image in a grid
+    most: _Count = 1  # the same; of tiles: pixels of its longer side
+    of_single: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # of an image of one cell
+    of_image: int = 0  # of one with more, beside those of each row and each cell
+    of_row: int = 0
+    of_cell: int = 0
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """`width`, `height`: in pixels, at least 1."""
+        rows, columns = self.cells(width, height)
+        if rows * columns == 1:
+            return self.of_single
+        return max(0, self.of_image + self.of_row * rows + self.of_cell * rows * columns)
+
+    def cells(self, width: int, height: int) -> tuple[int, int]:
+        """The numbers of rows and columns."""
+        if self.layout == "grid":
+            return self._grid(height, width)
+        return self._tiles(height, width) if self.layout == "tiles" else (1, 1)
+
+    def _grid(self, *sides: int) -> tuple[int, int]:
+        # transformers, models/qwen2_vl/image_processing_qwen2_vl.py, with its order of rounding
+        rows, columns = (round(side / self.cell) for side in sides)
+        area = rows * columns * self.cell**2
+        if area > self.most:
+            scale = math.sqrt(math.prod(sides) / self.most)
+            rows, columns = (max(1, math.floor(side / scale / self.cell)) for side in sides)
+        elif area < self.least:
+            scale = math.sqrt(self.least / math.prod(sides))
+            rows, columns = (math.ceil(side * scale / self.cell) for side in sides)
+        return rows, columns
+
+    def _tiles(self, height: int, width: int) -> tuple[int, int]:
+        # transformers, models/idefics3/image_processing_idefics3.py
+        ratio = width / height
+        shorter = int(self.most / ratio if width >= height else self.most * ratio)
+        shorter += shorter % 2
+        sides = (shorter, self.most) if width >= height else (self.most, shorter)
+        rows, columns = (math.ceil(max(1, side) / self.cell) for side in sides)
+        return rows, columns
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine of a model's workers can do. Gateways refuse other parameters by name."""
 
@@ -23,6 +77,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     structured_output: bool = False
     tools: bool = False
     lora: bool = False
+    images: ImageTokens | None = None  # in chats; None: refused
     resume: ResumeKind = "exact"  # see ResumeKind; exact only where tests show it: `resume_kind`
 
 

@@ -80,6 +80,7 @@ class JobEngine(ABC):
             max_model_len=self._max_model_len,
             num_kv_tokens=self._num_kv_tokens,
             prefill_only=self._limits.prefill_only,
+            takes_images=self._limits.takes_images,
         )
         sequences = sequences_of(request, self._eos_token_ids, self._next_arrival)
         self._next_arrival += len(request.outputs)

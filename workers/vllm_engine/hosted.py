@@ -21,6 +21,7 @@ from workers.engine.interface import Sample
 from workers.engine.sequence import RequestRefused, Sequence
 from workers.engine.step_plan import StepReport
 from workers.lanes import DEFAULT_LANES, Lane
+from workers.vllm_engine.images import with_images
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 
@@ -107,6 +108,7 @@ class VllmRequests:
         self.num_step_tokens: int = config.scheduler_config.max_num_batched_tokens
         self.max_model_len: int = config.model_config.max_model_len
         self.num_kv_tokens = num_blocks * block_size
+        self.takes_images = bool(config.model_config.is_multimodal_model)
         self._llm = llm
         self._stats = stats
         self._num_blocks = num_blocks
@@ -120,10 +122,12 @@ class VllmRequests:
         # Output of an aborted request may still come, under its own id.
         parts = sequence.job_id, sequence.epoch, sequence.choice, sequence.num_preemptions
         request_id = "/".join(map(str, parts))
-        prompt = {
+        prompt: Any = {
             "prompt_token_ids": list(sequence.token_ids),
             "cache_salt": sequence.tenant,
         }
+        if sequence.images:
+            prompt = with_images(self._llm, prompt, sequence)
         asked = SamplingParams(
             max_tokens=params.max_tokens - sequence.num_output,
             stop_token_ids=sorted(sequence.ending_ids),

@@ -32,6 +32,7 @@ from workers.model.nvidia import visible_gpus
 from workers.model.pooling.folder import read_folder
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
+from workers.vllm_engine.images import image_tokens_of
 from workers.vllm_engine.sampling import grammars_of, sampling_of
 
 _NUM_TOKENS = 4
@@ -116,6 +117,8 @@ def start_vllm(
 
     try:
         config = engine_config(arguments)
+        if config.model_config.is_multimodal_model:  # whose processor tokenises marks of images
+            config.model_config.skip_tokenizer_init = False
         sampling = sampling_of(config)
         if sampling.processor is not None:
             others = config.model_config.logits_processors or []
@@ -151,6 +154,7 @@ def start_vllm(
         capabilities=Capabilities(
             structured_output=grammars is not None,
             resume=_resume(model) if has_plugin else "distribution",
+            images=image_tokens_of(llm, tokenizer) if model.is_multimodal_model else None,
         ),
         generation=generation,
         num_step_tokens=engine.limits.max_num_batched_tokens,
