@@ -85,8 +85,6 @@ def image_tokens_of(llm: LLMEngine, files: TokenizerFiles) -> ImageTokens | None
     except Exception as exc:
         log.warning("images are refused: %s: %s", type(exc).__name__, exc)
         return None
-    finally:
-        llm.reset_mm_cache()  # vLLM's core has not got what was tried
     log.info("images become tokens by %s", found or f"the most of {len(counts)} sizes")
     return found or most
 

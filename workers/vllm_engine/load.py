@@ -215,6 +215,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,
+        "mm_processor_cache_gb": 0,  # whose halves would differ after a refused image
         "seed": 0,
     }
     if options.memory_share is not None:
