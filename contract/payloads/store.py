@@ -6,9 +6,9 @@ PayloadError
 
 Objects are written once, under a job's id: `<job id>/prompt`, `<job id>/response` and
 `<job id>/image-<number>` before the job is submitted, `<job id>/result-<epoch>` before its end.
-Readers find objects only through the job's record, which only fenced transitions write, so that an object of a stale worker is never read.
-Files and the parts of a batch's results lie under their own ids; their records name them. Parts of
-an upload are found under its id.
+Readers find objects only through the job's record, which only fenced transitions write, so that an
+object of a stale worker is never read. Files and the parts of a batch's results lie under their own
+ids; their records name them. Parts of an upload are found under its id.
 """
 
 import hashlib

@@ -20,6 +20,7 @@ from contract.jobs import Job
 from contract.keys import Keys
 from contract.model_cards import Capabilities, ImageTokens
 from contract.payloads import open_store
+from gateway.http.errors import ApiError
 from gateway.prepare import images
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import Bearer, Gateways, error_of
@@ -183,6 +184,8 @@ async def test_a_file_of_the_tenant_is_an_image_in_each_form(
     the file may be deleted."""
     http, seer = seeing
     data = picture()
+    store = open_store(str(tmp_path))
+    assert store is not None
     for purpose in ("vision", "user_data"):
         file_id = await uploaded(http, data, purpose)
         for part in (
@@ -192,8 +195,6 @@ async def test_a_file_of_the_tenant_is_an_image_in_each_form(
             job = await job_of(http, seer, chat(part, {"type": "text", "text": " ?"}))
             assert bytes(job.prompt_ids) == b"<image> ?"
             assert (await http.get(f"/v1/files/{file_id}")).status_code == 200
-            store = open_store(str(tmp_path))
-            assert store is not None
             assert store.get(job.images[0]) == data
         assert (await http.delete(f"/v1/files/{file_id}")).status_code == 200
         assert store.get(job.images[0]) == data
@@ -326,7 +327,7 @@ async def test_every_beginning_of_an_image_is_taken_or_refused(
         for end in [*range(0, 64), *range(64, len(data), 97)]:
             try:
                 found.add(images._size(data[:end], "x"))
-            except images.ApiError as error:
+            except ApiError as error:
                 found.add((error.status_code, 0))
         assert found == {(60, 90), (400, 0)}, kind
 
@@ -340,7 +341,7 @@ async def test_damaged_headers_raise_nothing_else(seed: int) -> None:
             data[draw.randrange(min(len(data), 64))] = draw.randrange(256)
         try:
             width, height = images._size(bytes(data), "x")
-        except images.ApiError:
+        except ApiError:
             continue
         assert 1 <= width * height <= images.MAX_PIXELS
 

@@ -43,7 +43,9 @@ vllm.platforms._current_platform = _Hopper()
 
 import vllm.v1.worker.cpu.shm  # noqa: E402  its stand-ins for pinned memory
 from vllm import AsyncEngineArgs, LLMEngine  # noqa: E402
+from vllm.model_executor.model_loader import get_model_cls  # noqa: E402
 from vllm.model_executor.models.interfaces import SupportsMultiModal  # noqa: E402
+from vllm.multimodal.image import convert_image_mode  # noqa: E402
 from vllm.renderers import BaseRenderer  # noqa: E402
 from vllm.sampling_params import SamplingParams as VllmParams  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
@@ -63,7 +65,7 @@ from workers.engine.grammar import Grammars  # noqa: E402
 from workers.engine.interface import Sample  # noqa: E402
 from workers.engine.masks import StepMasks  # noqa: E402
 from workers.model.sampler import sample  # noqa: E402
-from workers.vllm_engine import images, runner_v2_compat  # noqa: E402
+from workers.vllm_engine import runner_v2_compat  # noqa: E402
 from workers.vllm_engine.hosted import Stats  # noqa: E402
 from workers.vllm_engine.load import engine_args, engine_config  # noqa: E402
 from workers.vllm_engine.runner_v1_compat import SeededSampling  # noqa: E402
@@ -149,8 +151,8 @@ def _check_calls(config: Any) -> None:
         (LLMEngine.step, (None,), {}),
         (BaseRenderer.render_cmpl, (None, [{}]), {}),
         (SupportsMultiModal.get_placeholder_str, ("image", 1), {}),
-        (images.get_model_cls, (config.model_config,), {}),
-        (images.convert_image_mode, (None, "RGB"), {}),
+        (get_model_cls, (config.model_config,), {}),
+        (convert_image_mode, (None, "RGB"), {}),
         (MultiprocExecutor, (config,), {"monitor_workers": False}),
     ):
         inspect.signature(method).bind(*args, **kwargs)
