@@ -77,7 +77,6 @@ class TimedHost:
     max_model_len = _CONTEXT
     num_step_tokens = 2**20
     num_kv_tokens = NUM_PLACES * _CONTEXT
-    takes_images = False
 
     def __init__(self) -> None:
         self._requests: dict[Sequence, None] = {}

@@ -18,55 +18,44 @@ _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
 class ImageTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tokens that a model's processor adds to a prompt for an image of some size, beside the
-    tokens of `placeholder`, which the chat template writes where the image is.
-
-    The image is scaled and cut into rows of square cells: `one` cell; a `grid` of patches, as
-    Qwen2-VL's `smart_resize`; `tiles`, as Idefics3's.
-    """
+    """The tokens that an image adds to a prompt beside those of `placeholder`, which the chat
+    template writes for it. It is cut into rows of square cells: one; a grid of patches, as by
+    Qwen2-VL's `smart_resize`; tiles, as Idefics3's. `most`: pixels in a grid, of tiles the longer
+    side's."""
 
     placeholder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     layout: Literal["one", "grid", "tiles"] = "one"
     cell: _Count = 1  # pixels of its side
-    least: _Count = 1  # pixels of a scaled image in a grid
-    most: _Count = 1  # the same; of tiles: pixels of its longer side
-    of_single: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # of an image of one cell
-    of_image: int = 0  # of one with more, beside those of each row and each cell
+    least: _Count = 1  # pixels in a grid
+    most: _Count = 1
+    of_image: int = 0  # tokens beside those of each row and each cell
     of_row: int = 0
     of_cell: int = 0
 
     def num_tokens(self, width: int, height: int) -> int:
         """`width`, `height`: in pixels, at least 1."""
         rows, columns = self.cells(width, height)
-        if rows * columns == 1:
-            return self.of_single
         return max(0, self.of_image + self.of_row * rows + self.of_cell * rows * columns)
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
-        """The numbers of rows and columns."""
-        if self.layout == "grid":
-            return self._grid(height, width)
-        return self._tiles(height, width) if self.layout == "tiles" else (1, 1)
-
-    def _grid(self, *sides: int) -> tuple[int, int]:
-        # transformers, models/qwen2_vl/image_processing_qwen2_vl.py, with its order of rounding
-        rows, columns = (round(side / self.cell) for side in sides)
-        area = rows * columns * self.cell**2
-        if area > self.most:
-            scale = math.sqrt(math.prod(sides) / self.most)
-            rows, columns = (max(1, math.floor(side / scale / self.cell)) for side in sides)
-        elif area < self.least:
-            scale = math.sqrt(self.least / math.prod(sides))
-            rows, columns = (math.ceil(side * scale / self.cell) for side in sides)
-        return rows, columns
-
-    def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        # transformers, models/idefics3/image_processing_idefics3.py
-        ratio = width / height
-        shorter = int(self.most / ratio if width >= height else self.most * ratio)
-        shorter += shorter % 2
-        sides = (shorter, self.most) if width >= height else (self.most, shorter)
-        rows, columns = (math.ceil(max(1, side) / self.cell) for side in sides)
+        """The numbers of rows and columns, rounded as in transformers' image_processing_*.py."""
+        if self.layout == "one":
+            return 1, 1
+        if self.layout == "tiles":
+            ratio = width / height
+            shorter = int(self.most / ratio if width >= height else self.most * ratio)
+            shorter = max(1, shorter + shorter % 2)
+            sides = (shorter, self.most) if width >= height else (self.most, shorter)
+            return math.ceil(sides[0] / self.cell), math.ceil(sides[1] / self.cell)
+        rows, columns = round(height / self.cell), round(width / self.cell)
+        if rows * columns * self.cell**2 > self.most:
+            scale = math.sqrt(height * width / self.most)
+            rows = max(1, math.floor(height / scale / self.cell))
+            columns = max(1, math.floor(width / scale / self.cell))
+        elif rows * columns * self.cell**2 < self.least:
+            scale = math.sqrt(self.least / (height * width))
+            rows = math.ceil(height * scale / self.cell)
+            columns = math.ceil(width * scale / self.cell)
         return rows, columns
 
 

@@ -340,7 +340,6 @@ class HashHost:
         self.num_places = num_places
         self.num_step_tokens = num_step_tokens
         self.num_kv_tokens = num_kv_tokens
-        self.takes_images = False
         self.max_model_len = max_model_len
         self.started: list[Sequence] = []  # in the order in which they came, some of them again
         self._eos_rate = eos_rate

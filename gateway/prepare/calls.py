@@ -21,7 +21,6 @@ from gateway.http.errors import (
 from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deciding_cards
 from gateway.prepare.generation import prepare_generation
-from gateway.prepare.images import no_images
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields
@@ -85,8 +84,6 @@ async def _prepare_flow(
         of_model = replace(job, model=model)
         of_model, submission = await prepare_call(gateway, chosen, of_model, submission)
         return replace(of_model, asked_model=body.model), submission
-    if isinstance(body, ChatBody) and (error := no_images(body, card.name)) is not None:
-        raise error
     deciding = deciding_cards(card, await broker.known.models())
     check_tokens(deciding, body)
     memory_bytes = await broker.known.max_memory_bytes()

@@ -173,7 +173,8 @@ async def prepare_generation(
     if echoes(body):
         most = gateway.settings.max_body_bytes
         await _check_echo(tokenizer, prompts, body.n or 1, most)
-    caps = _output_caps(gateway.settings, card, body, prompts, num_image_tokens)
+    lengths = [len(prompt_ids) + num_image_tokens for prompt_ids in prompts]
+    caps = _output_caps(gateway.settings, card, body, lengths)
     params = sampling_params(card, body, caps, job.id)
     if isinstance(body, ChatBody):
         if functions:  # then no other constraint is given
@@ -396,19 +397,13 @@ def _name_of(body: GenerationBody, number: int) -> str:
 
 
 def _output_caps(
-    settings: GatewaySettings,
-    card: ModelCard,
-    body: GenerationBody,
-    prompts: Prompts,
-    num_image_tokens: int,
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, lengths: Sequence[int]
 ) -> list[int]:
     """Returns the maximum output tokens of one choice, for each prompt. Raises ApiError, also if
     all choices together exceed the maximum of one prompt's choices."""
     caps = [
-        _max_tokens(
-            settings, card, body, len(prompt_ids) + num_image_tokens, _name_of(body, number)
-        )
-        for number, prompt_ids in enumerate(prompts)
+        _max_tokens(settings, card, body, num_prompt, _name_of(body, number))
+        for number, num_prompt in enumerate(lengths)
     ]
     num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
     if num_output > most:

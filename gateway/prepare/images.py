@@ -7,12 +7,11 @@ import binascii
 import importlib
 import io
 import re
-from collections.abc import Iterator
 
 from contract.files import content_key
 from contract.model_cards import ModelCard
 from gateway.files import store_of
-from gateway.http.errors import UNSUPPORTED, ApiError, bad_request, invalid_value, not_found
+from gateway.http.errors import UNSUPPORTED, bad_request, invalid_value, not_found
 from gateway.prepare.schemas import ChatBody, ImageSource
 from gateway.state import Gateway
 
@@ -30,52 +29,51 @@ async def read_images(
 ) -> tuple[tuple[bytes, ...], int]:
     """Returns the images of a chat in their order, and the tokens that they add to its prompt.
     Raises ApiError, PayloadError."""
-    named = [*_sources(body)]
-    if not named:
-        return (), 0
-    param, _ = named[0]
-    counted = card.capabilities.images
-    if counted is None:
-        message = f"{param}: the engine of {card.name!r} takes no images"
+    sources, counted = _sources(body), card.capabilities.images
+    for param in sources if counted is None else ():
+        message = f"{param}: {card.name!r} takes no images"
         raise bad_request(UNSUPPORTED, message, param)
-    if len(named) > MAX_IMAGES:
-        raise invalid_value("messages", f"messages: at most {MAX_IMAGES} images, not {len(named)}")
+    if counted is None or not sources:
+        return (), 0
+    store = store_of(gateway)
+    if len(sources) > MAX_IMAGES:
+        raise invalid_value("messages", f"messages: at most {MAX_IMAGES} images")
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if getattr(body, name) is not None:
             raise bad_request(UNSUPPORTED, f"{name} cannot be combined with images", name)
-    store_of(gateway)
-    images, room, num_tokens = list[bytes](), MAX_IMAGE_BYTES, 0
-    for param, source in named:
-        data = await _read(gateway, source, tenant, param, room)
-        room -= len(data)
-        if room < 0:
+    images, num_tokens = list[bytes](), 0
+    for param, source in sources.items():
+        if source.file_id is None:
+            images.append(await asyncio.to_thread(_decoded, source.url or "", param))
+        else:
+            file_id = await _image_file(gateway, source.file_id, tenant, param)
+            key, most = content_key(file_id), MAX_IMAGE_BYTES + 1
+            images.append(await asyncio.to_thread(store.read, key, 0, most))
+        if sum(map(len, images)) > MAX_IMAGE_BYTES:
             raise invalid_value(param, f"{param}: images may have {MAX_IMAGE_BYTES} bytes in all")
-        num_tokens += counted.num_tokens(*await asyncio.to_thread(_size, data, param))
-        images.append(data)
+        num_tokens += counted.num_tokens(*await asyncio.to_thread(_size, images[-1], param))
     return tuple(images), num_tokens
 
 
-def _sources(body: ChatBody) -> Iterator[tuple[str, ImageSource]]:
-    """Each image with the name of its parameter."""
-    for i, message in enumerate(body.messages):
-        for j, part in enumerate(message.parts):
-            if part.type == "image_url":
-                field = "url" if part.image_url.file_id is None else "file_id"
-                yield f"messages.{i}.content.{j}.image_url.{field}", part.image_url
+def _sources(body: ChatBody) -> dict[str, ImageSource]:
+    """Each image by the name of its parameter."""
+    return {
+        f"messages.{i}.content.{j}.image_url.{part.image_url.kind}": part.image_url
+        for i, message in enumerate(body.messages)
+        for j, part in enumerate(message.parts)
+        if part.type == "image_url"
+    }
 
 
-async def _read(gateway: Gateway, source: ImageSource, tenant: str, param: str, room: int) -> bytes:
-    """Raises ApiError, PayloadError. Reads at most a byte more than there is room for."""
-    if source.file_id is None:
-        return await asyncio.to_thread(_decoded, source.url or "", param)
-    shard = await gateway.broker.shards.of(source.file_id)
-    file = await shard.ask("file", shard.files.find, source.file_id, tenant)
+async def _image_file(gateway: Gateway, file_id: str, tenant: str, param: str) -> str:
+    """The id of a tenant's file of images. Raises ApiError."""
+    shard = await gateway.broker.shards.of(file_id)
+    file = await shard.ask("file", shard.files.find, file_id, tenant)
     if file is None:
         raise not_found("this file", "file_not_found", param)
     if file.purpose not in PURPOSES:
         raise invalid_value(param, f"{param}: the file's purpose is none of vision and user_data")
-    read = store_of(gateway).read
-    return await asyncio.to_thread(read, content_key(file.id), 0, room + 1)
+    return file.id
 
 
 def _decoded(url: str, param: str) -> bytes:
@@ -88,40 +86,27 @@ def _decoded(url: str, param: str) -> bytes:
 
 def _size(data: bytes, param: str) -> tuple[int, int]:
     """Width and height in pixels, as they are shown. Raises ApiError."""
-    # For its signature alone: imagesize also reads formats that refer to other files.
-    if not _SIGNATURES.match(data):
-        message = f"{param}: the image must be a PNG, JPEG, WebP or GIF"
-        raise invalid_value(param, message)
-    imagesize = importlib.import_module("imagesize")
-    width, height = imagesize.get(io.BytesIO(data[:_HEADER_BYTES]))
+    width = height = 0
+    if _SIGNATURES.match(data):  # imagesize also reads formats that refer to other files
+        found = importlib.import_module("imagesize").get(io.BytesIO(data[:_HEADER_BYTES]))
+        width, height = map(int, found)
     if min(width, height) < 1:
-        message = f"{param}: its first {_HEADER_BYTES} bytes tell no size of an image"
-        raise invalid_value(param, message)
-    if width * height > MAX_PIXELS:
-        message = f"{param}: the image has {width} × {height} pixels, over {MAX_PIXELS} in all"
-        raise invalid_value(param, message)
-    if max(width, height) > MAX_RATIO * min(width, height):
-        message = f"{param}: one side of the image is over {MAX_RATIO} times as long as the other"
-        raise invalid_value(param, message)
-    return int(width), int(height)
+        message = (
+            f"must be a PNG, JPEG, WebP or GIF, with its size in the first {_HEADER_BYTES} bytes"
+        )
+    elif width * height > MAX_PIXELS or max(width, height) > MAX_RATIO * min(width, height):
+        message = f"has {width} × {height} pixels: over {MAX_PIXELS}, or too narrow"
+    else:
+        return width, height
+    raise invalid_value(param, f"{param}: the image {message}")
 
 
 def check_marks(card: ModelCard, body: ChatBody, rendered: str) -> None:
     """Raises ApiError unless the rendered chat has one placeholder for each of its images."""
-    counted, num_images = card.capabilities.images, sum(1 for _ in _sources(body))
-    if counted is None or not num_images:
-        return
-    if (num_marks := rendered.count(counted.placeholder)) != num_images:
+    counted, num_images = card.capabilities.images, len(_sources(body))
+    if counted and num_images and rendered.count(counted.placeholder) != num_images:
         message = (
-            f"messages: the prompt has {num_marks} places for {num_images} images; a text may not "
-            f"contain {counted.placeholder!r}, and the model's chat template must show each image"
+            f"messages: the prompt has not one place for each of {num_images} images: a text may "
+            f"not contain {counted.placeholder!r}, and the model's chat template must show each"
         )
         raise invalid_value("messages", message)
-
-
-def no_images(body: ChatBody, model: str) -> ApiError | None:
-    """The error for a chat with images to a flow; None if it has none."""
-    for param, _ in _sources(body):
-        message = f"{param}: {model!r} is a flow, and flows take no images"
-        return bad_request(UNSUPPORTED, message, param)
-    return None

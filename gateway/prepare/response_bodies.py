@@ -85,9 +85,6 @@ class TextPart(StrictModel):
     type: Literal["input_text", "output_text"]
     text: str
 
-    def kept(self) -> dict[str, Any]:
-        return {"text": self.text}
-
 
 class ImagePart(StrictModel):
     """An image of a message: exactly one of both."""
@@ -100,9 +97,6 @@ class ImagePart(StrictModel):
     def _is_one(self) -> Self:
         image_source({"url": self.image_url, "file_id": self.file_id})
         return self
-
-    def kept(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True) | {"detail": "auto"}
 
 
 _TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
@@ -122,8 +116,10 @@ class MessageItem(StrictModel):
 
     def kept(self) -> dict[str, Any]:
         is_output = self.role == "assistant"
-        kind = "output_text" if is_output else "input_text"
-        content: list[dict[str, Any]] = [{"type": kind} | part.kept() for part in self.content]
+        content = [part.model_dump(exclude_none=True) for part in self.content]
+        for part in content:
+            if "text" in part:
+                part["type"] = "output_text" if is_output else "input_text"
         if is_output:
             content = [part | {"annotations": [], "logprobs": []} for part in content]
         return {"type": "message", "role": self.role, "status": "completed", "content": content}

@@ -402,24 +402,21 @@ def _content(value: Any) -> Any:
     return "\n".join(part["text"] for part in parts)
 
 
-def _part(part: Any, i: int) -> dict[str, Any]:
+def _part(part: Any, i: int) -> Any:
     """A part of text or an image. Raises PydanticCustomError."""
-    if isinstance(part, ChatTextPart | ChatImagePart):
-        return part.model_dump(exclude_none=True)
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "file" and isinstance(part.get("file"), dict) and "file_id" in part["file"]:
-        part = {"type": "image_url", "image_url": {"file_id": part["file"]["file_id"]}}
-        kind = "image_url"
-    if isinstance(kind, str) and kind in PARTS:
-        raise unsupported("only text and images are supported", f"{i}.type")
-    if kind == "image_url":
-        source = part.get("image_url")
-        return {"type": kind, "image_url": image_source(source, f"{i}.image_url")}
-    if not isinstance(part, dict) or not part.keys() >= TEXT_PART or kind != "text":
-        raise refusal('each part must be {"type": "text", "text": …} or an image')
-    if not isinstance(part["text"], str):
-        raise refusal("the text of a part must be a string")
-    return part
+    match part:
+        case {"type": "text", "text": str()}:
+            return part
+        case {"type": "image_url"}:
+            source = image_source(part.get("image_url"), f"{i}.image_url")
+            return {"type": "image_url", "image_url": source}
+        case {"type": "file", "file": {"file_id": _}}:
+            return {"type": "image_url", "image_url": image_source(part["file"], f"{i}.file")}
+        case {"type": str(kind)} if kind in PARTS:
+            raise unsupported("only text and images are supported", f"{i}.type")
+        case {"type": "text", "text": _}:
+            raise refusal("the text of a part must be a string")
+    raise refusal('each part must be {"type": "text", "text": …} or an image')
 
 
 def image_source(source: Any, param: str | None = None) -> dict[str, str]:
@@ -494,6 +491,10 @@ class ImageSource(StrictModel):
     url: str | None = Field(None, description="`data:image/…;base64,…` of a PNG, JPEG, WebP, GIF")
     file_id: str | None = Field(None, description="a file with purpose `vision` or `user_data`")
 
+    @property
+    def kind(self) -> str:
+        return "url" if self.file_id is None else "file_id"
+
 
 class ChatImagePart(StrictModel):
     type: Literal["image_url"]
@@ -547,9 +548,8 @@ class Message(StrictModel):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content if part.type == "text")
+        texts = (part.text for part in self.parts if part.type == "text")
+        return self.content if isinstance(self.content, str) else "\n".join(texts)
 
     def rendered(self, files: TokenizerFiles) -> dict[str, Any]:
         """The message as the model's chat template expects it: with images as transformers'

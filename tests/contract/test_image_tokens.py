@@ -58,15 +58,12 @@ def test_tiles_are_those_of_idefics3(tiles: Any, width: int, height: int) -> Non
 
 
 def test_numbers_of_tokens_are_of_the_image_its_rows_and_its_cells() -> None:
-    """An image of one cell has its own; no number is negative, whatever a worker publishes."""
+    """None is negative, whatever a worker publishes."""
     rule = ImageTokens(
-        placeholder="x", layout="grid", cell=10, most=10**6, of_single=7, of_image=5, of_row=3
+        placeholder="x", layout="grid", cell=10, most=10**6, of_image=5, of_row=3, of_cell=1
     )
-    assert [rule.num_tokens(10, 10), rule.num_tokens(10, 20), rule.num_tokens(30, 20)] == [
-        7,
-        11,
-        11,
-    ]
-    assert ImageTokens(placeholder="x", of_single=4).num_tokens(900, 1) == 4
+    sizes = [(10, 10), (10, 20), (30, 20)]
+    assert [rule.num_tokens(*size) for size in sizes] == [9, 13, 17]
+    assert ImageTokens(placeholder="x", of_image=4).num_tokens(900, 1) == 4
     negative = ImageTokens(placeholder="x", layout="grid", cell=10, most=10**6, of_cell=-9)
     assert negative.num_tokens(90, 90) == 0

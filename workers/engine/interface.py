@@ -31,7 +31,6 @@ class EngineLimits:
     speculates: bool = False  # compute drafted tokens where that is expected to pay
     # A prompt yields a vector and no tokens, and is computed in one step.
     prefill_only: bool = False
-    takes_images: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.vocab_size) < 1:

@@ -231,7 +231,6 @@ def check_request(
     max_model_len: int,
     num_kv_tokens: int,
     prefill_only: bool = False,
-    takes_images: bool = False,
 ) -> None:
     """Raises RequestRefused for a job that can never run, or would harm others by running.
 
@@ -242,8 +241,6 @@ def check_request(
         raise _bad("this model computes vectors and generates no text")
     if request.pooling is not None and not prefill_only:
         raise _bad("this model generates text and computes no vectors")
-    if request.images and not takes_images:
-        raise _bad("this engine takes no images")
     if request.pooling is not None:
         _check_prompts(request, request.pooling, max_model_len)
     else:

@@ -72,6 +72,8 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
 class HostedEngine(PlacingEngine):
     """Runs requests on vLLM. A lane's priority becomes vLLM's, a tenant its cache salt."""
 
+    takes_images = True
+
     def __init__(
         self,
         llm: LLMEngine,
@@ -108,7 +110,6 @@ class VllmRequests:
         self.num_step_tokens: int = config.scheduler_config.max_num_batched_tokens
         self.max_model_len: int = config.model_config.max_model_len
         self.num_kv_tokens = num_blocks * block_size
-        self.takes_images = bool(config.model_config.is_multimodal_model)
         self._llm = llm
         self._stats = stats
         self._num_blocks = num_blocks

@@ -4,7 +4,6 @@ an image."""
 import hashlib
 import io
 import logging
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -24,6 +23,7 @@ from workers.engine.sequence import RequestRefused, Sequence
 log = logging.getLogger("batchway.engine")
 
 MAX_PIXELS = 2**24  # as gateways allow; decoded, four bytes each
+_NUMBERS = ("of_image", "of_row", "of_cell")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Widths and heights of the images that are tried: small, square, wide, high, large.
 _SIZES = (
@@ -35,20 +35,18 @@ _SIZES = (
 def with_images(llm: LLMEngine, prompt: dict[str, Any], sequence: Sequence) -> Any:
     """Returns vLLM's input of a sequence with images, after the model's processor. Notes in the
     sequence how many tokens they have become. Raises RequestRefused."""
-    images = [decoded(data, number) for number, data in enumerate(sequence.images)]
+    images = [decoded(data, number) for number, data in enumerate(sequence.images, 1)]
     # Tenants share no features of an image, as they share no KV.
     names = [f"{sequence.tenant}/{hashlib.sha256(data).hexdigest()}" for data in sequence.images]
     try:
         found = _processed(llm, prompt, images, names)
     except Exception as exc:  # of the model's processor, which may raise anything
-        log.warning("images refused: %s job_id=%s", type(exc).__name__, sequence.job_id)
         message = "the model's processor cannot read the images with this prompt"
         raise RequestRefused(ErrorCode.BAD_PARAMETER, message) from exc
     num_tokens = len(found["prompt_token_ids"]) - len(sequence.token_ids)
-    if num_tokens > sequence.num_image_tokens:  # more than was admitted
+    if num_tokens > sequence.num_image_tokens:
         message = (
-            f"the images have {num_tokens} tokens, over {sequence.num_image_tokens}, as their "
-            "headers told"
+            f"the images have {num_tokens} tokens, over the {sequence.num_image_tokens} admitted"
         )
         raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
     sequence.num_image_tokens = num_tokens
@@ -62,11 +60,11 @@ def decoded(data: bytes, number: int) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise ValueError("too many pixels")
-        image.load()
         upright: Image.Image = convert_image_mode(ImageOps.exif_transpose(image), "RGB")
+        upright.load()
         return upright
     except Exception as exc:  # Pillow's decoders raise errors of many kinds
-        message = f"image {number + 1} of the chat cannot be decoded"
+        message = f"image {number} of the chat cannot be decoded"
         raise RequestRefused(ErrorCode.BAD_PARAMETER, message) from exc
 
 
@@ -75,18 +73,18 @@ def image_tokens_of(llm: LLMEngine, files: TokenizerFiles) -> ImageTokens | None
     else the most of these for each image. None, which the log says, if it reads none."""
     try:
         text = get_model_cls(llm.model_config).get_placeholder_str("image", 1)
-        if text is None:
-            raise ValueError("the model has no text in a prompt for an image")
         encoded = Tokenizer.from_str(files.tokenizer_json).encode(text, add_special_tokens=False)
-        counts = dict(_counts(llm, encoded.ids))
-        most = ImageTokens(placeholder=text, of_single=max(counts.values()))
-        fitted = (_fitted(rule, counts) for rule in _rules(llm, most))
-        found = next((rule for rule in fitted if rule is not None), None)
+        counts = {}
+        for size in _SIZES:
+            prompt = {"prompt_token_ids": encoded.ids}
+            found = _processed(llm, prompt, [Image.new("RGB", size)], [f"trial/{size}"])
+            counts[size] = len(found["prompt_token_ids"]) - len(encoded.ids)
+        rule = _rule(llm, counts, ImageTokens(placeholder=text, of_image=max(counts.values())))
     except Exception as exc:
         log.warning("images are refused: %s: %s", type(exc).__name__, exc)
         return None
-    log.info("images become tokens by %s", found or f"the most of {len(counts)} sizes")
-    return found or most
+    log.info("images become tokens by %s", rule)
+    return rule
 
 
 def _processed(llm: LLMEngine, prompt: Any, images: Seq[Any], names: Seq[str]) -> Any:
@@ -95,45 +93,25 @@ def _processed(llm: LLMEngine, prompt: Any, images: Seq[Any], names: Seq[str]) -
     return found
 
 
-def _counts(llm: LLMEngine, prompt_ids: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yields sizes, and the tokens that an image of the size adds. Leaves out those without room in
-    the context."""
-    for size in _SIZES:
-        prompt = {"prompt_token_ids": list(prompt_ids)}
-        found = _processed(llm, prompt, [Image.new("RGB", size)], [f"trial/{size}"])
-        yield size, len(found["prompt_token_ids"]) - len(prompt_ids)
-
-
-def _rules(llm: LLMEngine, one: ImageTokens) -> Iterator[ImageTokens]:
-    """Yields layouts that the settings of the model's processor may mean."""
-    yield one
-    config = llm.model_config
+def _rule(llm: LLMEngine, counts: dict[tuple[int, int], int], most: ImageTokens) -> ImageTokens:
+    """Returns a rule of a layout that the processor's settings may mean, with the numbers of tokens
+    that give all these counts by size; `most` if there is none."""
     load: Any = AutoImageProcessor.from_pretrained
-    processor = load(config.model, revision=config.revision)
+    processor = load(llm.model_config.model, revision=llm.model_config.revision)
     size = dict(getattr(processor, "size", None) or {})
-    tile = dict(getattr(processor, "max_image_size", None) or {})
     longest, shortest = size.get("longest_edge"), size.get("shortest_edge")
-    if longest and tile.get("longest_edge"):
-        yield replace(one, layout="tiles", cell=tile["longest_edge"], most=longest)
+    layouts: list[dict[str, Any]] = []
+    if longest and (tile := dict(getattr(processor, "max_image_size", None) or {})):
+        layouts.append({"layout": "tiles", "cell": tile["longest_edge"], "most": longest})
     if longest and shortest and hasattr(processor, "merge_size"):
         cell = processor.patch_size * processor.merge_size
-        yield replace(one, layout="grid", cell=cell, least=shortest, most=longest)
-
-
-def _fitted(rule: ImageTokens, counts: dict[tuple[int, int], int]) -> ImageTokens | None:
-    """Returns the rule with the numbers of tokens that give these counts; None if none do."""
-    cells = {size: rule.cells(*size) for size in counts}
-    single = [counts[size] for size, found in cells.items() if found == (1, 1)]
-    several = [(*found, counts[size]) for size, found in cells.items() if found != (1, 1)]
-    rule = replace(rule, of_single=max(single, default=0))
-    if several:
-        # of_image + of_row * rows + of_cell * rows * columns, by least squares
-        found = np.linalg.lstsq(
-            np.array([(1, rows, rows * columns) for rows, columns, _ in several], float),
-            np.array([count for *_, count in several], float),
-        )[0]
-        of_image, of_row, of_cell = (int(number) for number in found.round())
-        of_single = max(single, default=max(0, of_image + of_row + of_cell))
-        numbers = {"of_image": of_image, "of_row": of_row, "of_cell": of_cell}
-        rule = replace(rule, of_single=of_single, **numbers)
-    return rule if all(rule.num_tokens(*size) == count for size, count in counts.items()) else None
+        layouts.append({"layout": "grid", "cell": cell, "least": shortest, "most": longest})
+    for layout in layouts:
+        rule = replace(most, **layout)
+        cells = [rule.cells(*each) for each in counts]
+        terms = np.array([(1, rows, rows * columns) for rows, columns in cells], float)
+        numbers = np.linalg.lstsq(terms, np.array([*counts.values()], float))[0].round()
+        rule = replace(rule, **dict(zip(_NUMBERS, map(int, numbers), strict=True)))
+        if all(rule.num_tokens(*each) == count for each, count in counts.items()):
+            return rule
+    return most

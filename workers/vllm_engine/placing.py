@@ -42,7 +42,6 @@ class Host(Protocol):
     max_model_len: int
     num_step_tokens: int  # the most that a step computes
     num_kv_tokens: int
-    takes_images: bool
 
     def start(self, sequence: Sequence, priority: int) -> None:
         """Continues a sequence after its known tokens. The host serves the smallest priority
@@ -78,13 +77,7 @@ class PlacingEngine(JobEngine):
         self._num_steps = 0
         self._has_new = False  # since the last announcement
         places = BlockManager(host.num_places, host.max_model_len, can_share=False)
-        limits = EngineLimits(
-            host.num_step_tokens,
-            host.num_places,
-            vocab_size,
-            kv_high_water=1.0,
-            takes_images=host.takes_images,
-        )
+        limits = EngineLimits(host.num_step_tokens, host.num_places, vocab_size, kv_high_water=1.0)
         super().__init__(
             Scheduler(places, limits, lanes),
             Constraints(grammars, host.max_model_len),
