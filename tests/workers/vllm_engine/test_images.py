@@ -176,7 +176,7 @@ async def test_what_cannot_be_decoded_or_counted_fails_its_job_alone(
     assert set(failed) == {*wrong, "more", "marks"}
     assert {failure.code for failure in failed.values()} == {"bad_parameter"}
     assert "cannot be decoded" in failed["bomb"].message
-    assert "over 3" in failed["more"].message
+    assert "over the 3" in failed["more"].message
     image = picture((60, 90), 1)
     assert found["good", 0] == greedy_tokens(folder, ONE, [image], NUM_TOKENS)
     # What was refused after vLLM's processor had read it is read again.
