@@ -23,6 +23,7 @@ from gateway.prepare.schemas import (
     CallId,
     ChatBody,
     Effort,
+    FileId,
     Function,
     Sampled,
     Schema,
@@ -91,7 +92,7 @@ class ImagePart(StrictModel):
 
     type: Literal["input_image"]
     image_url: str | None = Field(None, description="`data:image/…;base64,…`")
-    file_id: str | None = Field(None, description="a file with purpose `vision` or `user_data`")
+    file_id: FileId | None = Field(None, description="a file with purpose `vision` or `user_data`")
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

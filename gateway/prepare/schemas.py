@@ -477,6 +477,7 @@ def token_ids(value: Any, message: str, param: str | None = None) -> tuple[int, 
 
 _OBJECTS = {"content": TEXT_PART | {"image_url", "file"}}
 FILE_ID = re.compile(r"file-([0-9]{1,4}-)?[0-9a-f]{32}")
+FileId = Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")]
 _DATA_URL = re.compile(r"data:image/[a-z]{3,5};base64,")
 
 
@@ -489,7 +490,7 @@ class ImageSource(StrictModel):
     """Exactly one of both."""
 
     url: str | None = Field(None, description="`data:image/…;base64,…` of a PNG, JPEG, WebP, GIF")
-    file_id: str | None = Field(None, description="a file with purpose `vision` or `user_data`")
+    file_id: FileId | None = Field(None, description="a file with purpose `vision` or `user_data`")
 
     @property
     def kind(self) -> str:
