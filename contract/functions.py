@@ -436,6 +436,7 @@ def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> in
         num_bytes += job.stored_prompt.ref.num_bytes
     if job.stored_response is not None:
         num_bytes += job.stored_response.num_bytes
+    num_bytes += sum(image.num_bytes for image in job.images)
     num_bytes += _RECORD_BYTES + submission.vector_bytes
     return num_bytes + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
 

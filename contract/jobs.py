@@ -215,6 +215,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent: str = ""  # the id of the flow's job that called the model
     channel: str = ""  # of its events, with those of other jobs; "": its own
     asked_model: str = ""  # the route that chose `model`; "": the caller chose it
+    # Of a chat: files as callers gave them, and the same as objects; a job has one of both.
+    image_data: tuple[bytes, ...] = ()
+    images: tuple[ObjectRef, ...] = ()
+    num_image_tokens: int = 0  # that the engine adds to the prompt, which has a mark for each image
     # Of /v1/responses: the request and its items, for the gateways, which alone decode it.
     response: bytes = b""
     stored_response: ObjectRef | None = None  # then `response` is empty until fetched
@@ -237,7 +241,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def has_objects(self) -> bool:
         """Whether parts of it are in the object store."""
-        return self.stored_prompt is not None or self.stored_response is not None
+        return bool(self.stored_prompt or self.stored_response or self.images)
 
     @property
     def num_prompts(self) -> int:
@@ -276,10 +280,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens of all prompts."""
-        return sum(map(len, self.prompts)) or (
-            self.stored_prompt.num_tokens if self.stored_prompt else 0
-        )
+        """The number of tokens of all prompts, with those of images."""
+        stored = self.stored_prompt.num_tokens if self.stored_prompt else 0
+        return (sum(map(len, self.prompts)) or stored) + self.num_image_tokens
 
 
 def logprob_bytes(num_top: int | None) -> int:

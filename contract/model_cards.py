@@ -1,5 +1,6 @@
 """What workers publish of a model so that gateways can serve it."""
 
+import math
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,48 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+class ImageTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens that an image adds to a prompt beside those of `placeholder`, which the chat
+    template writes for it. It is cut into rows of square cells: one; a grid of patches, as by
+    Qwen2-VL's `smart_resize`; tiles, as Idefics3's. `most`: pixels in a grid, of tiles the longer
+    side's."""
+
+    placeholder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    layout: Literal["one", "grid", "tiles"] = "one"
+    cell: _Count = 1  # pixels of its side
+    least: _Count = 1  # pixels in a grid
+    most: _Count = 1
+    of_image: int = 0  # tokens beside those of each row and each cell
+    of_row: int = 0
+    of_cell: int = 0
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """`width`, `height`: in pixels, at least 1."""
+        rows, columns = self.cells(width, height)
+        return max(0, self.of_image + self.of_row * rows + self.of_cell * rows * columns)
+
+    def cells(self, width: int, height: int) -> tuple[int, int]:
+        """The numbers of rows and columns, rounded as in transformers' image_processing_*.py."""
+        if self.layout == "one":
+            return 1, 1
+        if self.layout == "tiles":
+            ratio = width / height
+            shorter = int(self.most / ratio if width >= height else self.most * ratio)
+            shorter = max(1, shorter + shorter % 2)
+            sides = (shorter, self.most) if width >= height else (self.most, shorter)
+            return math.ceil(sides[0] / self.cell), math.ceil(sides[1] / self.cell)
+        rows, columns = round(height / self.cell), round(width / self.cell)
+        if rows * columns * self.cell**2 > self.most:
+            scale = math.sqrt(height * width / self.most)
+            rows = max(1, math.floor(height / scale / self.cell))
+            columns = max(1, math.floor(width / scale / self.cell))
+        elif rows * columns * self.cell**2 < self.least:
+            scale = math.sqrt(self.least / (height * width))
+            rows = math.ceil(height * scale / self.cell)
+            columns = math.ceil(width * scale / self.cell)
+        return rows, columns
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine of a model's workers can do. Gateways refuse other parameters by name."""
 
@@ -23,6 +66,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     structured_output: bool = False
     tools: bool = False
     lora: bool = False
+    images: ImageTokens | None = None  # in chats; None: refused
     resume: ResumeKind = "exact"  # see ResumeKind; exact only where tests show it: `resume_kind`
 
 

@@ -91,6 +91,7 @@ def with_prompts(job: Job, data: bytes) -> Job:
             whole = msgspec.structs.replace(job, prompt_list=_of_several.decode(data))
     except msgspec.MsgspecError as exc:
         raise PayloadLost(f"an unreadable prompt ({type(exc).__name__})") from exc
-    if (whole.num_prompts, whole.num_prompt_tokens) != (stored.num_prompts, stored.num_tokens):
+    num_tokens = sum(map(len, whole.prompts))
+    if (whole.num_prompts, num_tokens) != (stored.num_prompts, stored.num_tokens):
         raise PayloadLost("the object holds another prompt")
     return whole

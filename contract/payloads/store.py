@@ -4,11 +4,11 @@ PayloadError
 ├── PayloadUnavailable   the store does not answer or refuses: a retry may succeed
 └── PayloadLost          the object is missing or damaged: a retry does not help
 
-Objects are written once, under a job's id: `<job id>/prompt` and `<job id>/response` before the job
-is submitted, `<job id>/result-<epoch>` before its end. Readers find objects only through the job's
-record, which only fenced transitions write, so that an object of a stale worker is never read.
-Files and the parts of a batch's results lie under their own ids; their records name them. Parts of
-an upload are found under its id.
+Objects are written once, under a job's id: `<job id>/prompt`, `<job id>/response` and
+`<job id>/image-<number>` before the job is submitted, `<job id>/result-<epoch>` before its end.
+Readers find objects only through the job's record, which only fenced transitions write, so that an
+object of a stale worker is never read. Files and the parts of a batch's results lie under their own
+ids; their records name them. Parts of an upload are found under its id.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from contract.jobs import ObjectRef
 MAX_AGE_S = 38 * 86_400.0
 
 _KEY = re.compile(
-    r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|response|result-\d{1,9})"
+    r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|response|image-\d{1,3}|result-\d{1,9})"
     r"|file-(?:\d{1,4}-)?[0-9a-f]{32}/content"
     r"|upload_(?:\d{1,4}-)?[0-9a-f]{32}/part_[0-9a-f]{32}"
     r"|batch_(?:\d{1,4}-)?[0-9a-f]{32}/(?:output|error)-\d{1,9}-[0-9a-f]{16}"
@@ -106,6 +106,10 @@ def prompt_key(job_id: str) -> str:
 
 def response_key(job_id: str) -> str:
     return f"{job_id}/response"
+
+
+def image_key(job_id: str, number: int) -> str:
+    return f"{job_id}/image-{number}"
 
 
 def result_key(job_id: str, epoch: int) -> str:

@@ -257,7 +257,7 @@ def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
 def text_of(body: CallBody, prompt: int = -1) -> str:
     """The text of this prompt, the user's last message, or the query; '' if that is not text."""
     if isinstance(body, ChatBody):
-        said = (message.content for message in reversed(body.messages) if message.role == "user")
+        said = (message.text for message in reversed(body.messages) if message.role == "user")
         return next(said, "")
     text = _inputs(body)[prompt]
     return text if isinstance(text, str) else ""

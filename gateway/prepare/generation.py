@@ -23,6 +23,7 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, tokenised
+from gateway.prepare.images import check_marks, read_images
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
@@ -165,11 +166,15 @@ async def prepare_generation(
     functions = [tool.function for tool in body.offered] if isinstance(body, ChatBody) else []
     constraint = body.constraint
     _check_capabilities(card, body, functions, constraint)
+    images, num_image_tokens = tuple[bytes, ...](), 0
+    if isinstance(body, ChatBody):
+        images, num_image_tokens = await read_images(gateway, card, body, job.tenant)
     prompts, num_cut = await prompts_of(tokenizer, card, body)
     if echoes(body):
         most = gateway.settings.max_body_bytes
         await _check_echo(tokenizer, prompts, body.n or 1, most)
-    caps = _output_caps(gateway.settings, card, body, prompts)
+    lengths = [len(prompt_ids) + num_image_tokens for prompt_ids in prompts]
+    caps = _output_caps(gateway.settings, card, body, lengths)
     params = sampling_params(card, body, caps, job.id)
     if isinstance(body, ChatBody):
         if functions:  # then no other constraint is given
@@ -192,6 +197,8 @@ async def prepare_generation(
         card,
         prompts,
         params=params,
+        image_data=images,
+        num_image_tokens=num_image_tokens,
         return_token_ids=bool(body.return_token_ids),
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
@@ -341,6 +348,8 @@ async def _given(
     """Returns the prompts, and how they are to be cut."""
     cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
     if isinstance(body, ChatBody):
+        if any(message.parts for message in body.messages):
+            cut = None  # it could take the place of an image away
         return [await _rendered(tokenizer, card, body)], cut
     return body.prompt, cut
 
@@ -373,9 +382,11 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
     try:
-        return await tokenizer.template.render(messages, tools or None, variables)
+        rendered = await tokenizer.template.render(messages, tools or None, variables)
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
+    check_marks(card, body, rendered)
+    return rendered
 
 
 def _name_of(body: GenerationBody, number: int) -> str:
@@ -386,13 +397,13 @@ def _name_of(body: GenerationBody, number: int) -> str:
 
 
 def _output_caps(
-    settings: GatewaySettings, card: ModelCard, body: GenerationBody, prompts: Prompts
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, lengths: Sequence[int]
 ) -> list[int]:
     """Returns the maximum output tokens of one choice, for each prompt. Raises ApiError, also if
     all choices together exceed the maximum of one prompt's choices."""
     caps = [
-        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
-        for number, prompt_ids in enumerate(prompts)
+        _max_tokens(settings, card, body, num_prompt, _name_of(body, number))
+        for number, num_prompt in enumerate(lengths)
     ]
     num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
     if num_output > most:

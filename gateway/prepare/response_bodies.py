@@ -1,5 +1,5 @@
-"""The body of POST /v1/responses with its items, and the chat that it asks for. What a text model
-cannot read is refused by name.
+"""The body of POST /v1/responses with its items, and the chat that it asks for. What no model here
+can read is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from gateway.prepare.schemas import (
     CallId,
     ChatBody,
     Effort,
+    FileId,
     Function,
     Sampled,
     Schema,
@@ -30,13 +31,14 @@ from gateway.prepare.schemas import (
     ToolName,
     TopLogprobs,
     few_parts,
+    image_source,
 )
 from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
-_UNREADABLE_PARTS = frozenset({"input_image", "input_file", "input_audio", "refusal"})
+_UNREADABLE_PARTS = frozenset({"input_file", "input_audio", "refusal"})
 # Of items of tools that OpenAI hosts, or that only its own models use.
 _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
@@ -74,7 +76,7 @@ def _parts(value: Any) -> Any:
     for i, part in enumerate(value[:MAX_PARTS]):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _UNREADABLE_PARTS:
-            raise unsupported("only text parts are supported", f"{i}.type")
+            raise unsupported("only text and images are supported", f"{i}.type")
     return value
 
 
@@ -85,21 +87,40 @@ class TextPart(StrictModel):
     text: str
 
 
+class ImagePart(StrictModel):
+    """An image of a message: exactly one of both."""
+
+    type: Literal["input_image"]
+    image_url: str | None = Field(None, description="`data:image/…;base64,…`")
+    file_id: FileId | None = Field(None, description="a file with purpose `vision` or `user_data`")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        image_source({"url": self.image_url, "file_id": self.file_id})
+        return self
+
+
 _TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 Text = Annotated[_TextParts, BeforeValidator(_parts, json_schema_input_type=str | _TextParts)]
+_InputParts = Annotated[
+    list[Annotated[TextPart | ImagePart, Discriminator("type")]], Field(max_length=MAX_PARTS)
+]
+Content = Annotated[_InputParts, BeforeValidator(_parts, json_schema_input_type=str | _InputParts)]
 
 
 class MessageItem(StrictModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: Content
     id: ItemId | None = None
     status: Status | None = None
 
     def kept(self) -> dict[str, Any]:
         is_output = self.role == "assistant"
-        kind = "output_text" if is_output else "input_text"
-        content: list[dict[str, Any]] = [{"type": kind, "text": p.text} for p in self.content]
+        content = [part.model_dump(exclude_none=True) for part in self.content]
+        for part in content:
+            if "text" in part:
+                part["type"] = "output_text" if is_output else "input_text"
         if is_output:
             content = [part | {"annotations": [], "logprobs": []} for part in content]
         return {"type": "message", "role": self.role, "status": "completed", "content": content}

@@ -111,9 +111,9 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 texts = [part["text"] for part in item["content"] or item["summary"]]
                 messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
             case "message" if item["role"] == "assistant" and last and last.keys() <= _UNSPOKEN:
-                last["content"] = _text(item)
+                last["content"] = _content(item)
             case "message":
-                messages.append({"role": item["role"], "content": _text(item)})
+                messages.append({"role": item["role"], "content": _content(item)})
             case "function_call":
                 if last is None:
                     last = {"role": "assistant"}
@@ -128,8 +128,20 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 _UNSPOKEN = {"role", "reasoning_content"}
 
 
-def _text(item: Item) -> str:
-    return "\n".join(part["text"] for part in item["content"])
+def _content(item: Item) -> str | list[dict[str, Any]]:
+    """A chat's content: text alone, or its parts where there are images."""
+    parts = item["content"]
+    if all(part["type"] != "input_image" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return [
+        {"type": "text", "text": part["text"]}
+        if part["type"] != "input_image"
+        else {
+            "type": "image_url",
+            "image_url": {"url": part.get("image_url"), "file_id": part.get("file_id")},
+        }
+        for part in parts
+    ]
 
 
 def _call(item: Item) -> dict[str, Any]:

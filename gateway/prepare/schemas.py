@@ -4,6 +4,7 @@ generation.py checks what depends on the model: vocabulary, context length, defa
 """
 
 import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -390,20 +391,47 @@ def _stops(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Returns a string unchanged, and joins text parts by newlines."""
+    """Returns a string unchanged, and joins text parts by newlines where there is no image."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise refusal("must be a string or a non-empty list of text parts")
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in PARTS:
-            raise unsupported("only text parts are supported", f"{i}.type")
-        if not isinstance(part, dict) or not part.keys() >= TEXT_PART or kind != "text":
-            raise refusal('each part must be {"type": "text", "text": …}')
-        if not isinstance(part["text"], str):
+        raise refusal("must be a string or a non-empty list of parts, text or images")
+    parts = [_part(part, i) for i, part in enumerate(value)]
+    if any(part["type"] == "image_url" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any, i: int) -> Any:
+    """A part of text or an image. Raises PydanticCustomError."""
+    match part:
+        case {"type": "text", "text": str()}:
+            return part
+        case {"type": "image_url"}:
+            source = image_source(part.get("image_url"), f"{i}.image_url")
+            return {"type": "image_url", "image_url": source}
+        case {"type": "file", "file": {"file_id": _}}:
+            return {"type": "image_url", "image_url": image_source(part["file"], f"{i}.file")}
+        case {"type": str(kind)} if kind in PARTS:
+            raise unsupported("only text and images are supported", f"{i}.type")
+        case {"type": "text", "text": _}:
             raise refusal("the text of a part must be a string")
-    return "\n".join(part["text"] for part in value)
+    raise refusal('each part must be {"type": "text", "text": …} or an image')
+
+
+def image_source(source: Any, param: str | None = None) -> dict[str, str]:
+    """Returns the data URL or the file of an image. Raises PydanticCustomError at `param`, also for
+    another URL: this server fetches none."""
+    given = source if isinstance(source, dict) else {}
+    found = {name: given[name] for name in ("url", "file_id") if given.get(name) is not None}
+    if len(found) != 1:
+        raise refusal("an image has either a url, which is a data URL, or a file_id", param)
+    [(name, value)] = found.items()
+    if name == "file_id" and not (isinstance(value, str) and FILE_ID.fullmatch(value)):
+        raise refusal("file_id must be the id of a file: file-…", param)
+    if name == "url" and not (isinstance(value, str) and _DATA_URL.match(value)):
+        raise refusal("url must be data:image/…;base64,…: this server fetches no URLs", param)
+    return found
 
 
 def few_parts(value: Any) -> Any:
@@ -447,12 +475,31 @@ def token_ids(value: Any, message: str, param: str | None = None) -> tuple[int, 
     return tuple(value)
 
 
-_OBJECTS = {"content": TEXT_PART}
+_OBJECTS = {"content": TEXT_PART | {"image_url", "file"}}
+FILE_ID = re.compile(r"file-([0-9]{1,4}-)?[0-9a-f]{32}")
+FileId = Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")]
+_DATA_URL = re.compile(r"data:image/[a-z]{3,5};base64,")
 
 
 class ChatTextPart(StrictModel):
     type: Literal["text"]
     text: str
+
+
+class ImageSource(StrictModel):
+    """Exactly one of both."""
+
+    url: str | None = Field(None, description="`data:image/…;base64,…` of a PNG, JPEG, WebP, GIF")
+    file_id: FileId | None = Field(None, description="a file with purpose `vision` or `user_data`")
+
+    @property
+    def kind(self) -> str:
+        return "url" if self.file_id is None else "file_id"
+
+
+class ChatImagePart(StrictModel):
+    type: Literal["image_url"]
+    image_url: ImageSource
 
 
 class Message(StrictModel):
@@ -466,11 +513,7 @@ class Message(StrictModel):
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
     ]
     content: Annotated[
-        str,
-        BeforeValidator(
-            _content,
-            json_schema_input_type=str | Annotated[list[ChatTextPart], _Parts],
-        ),
+        str | Annotated[list[ChatTextPart | ChatImagePart], _Parts], BeforeValidator(_content)
     ] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -499,9 +542,26 @@ class Message(StrictModel):
             raise refusal("must be given with the role tool, and only then", "tool_call_id")
         return self
 
+    @property
+    def parts(self) -> "list[ChatTextPart | ChatImagePart]":
+        """Those of its content; none if it is text alone."""
+        return [] if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        texts = (part.text for part in self.parts if part.type == "text")
+        return self.content if isinstance(self.content, str) else "\n".join(texts)
+
     def rendered(self, files: TokenizerFiles) -> dict[str, Any]:
-        """The message as the model's chat template expects it."""
-        fields = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        """The message as the model's chat template expects it: with images as transformers'
+        templates read them."""
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning", "content"})
+        fields["content"] = self.content
+        if self.parts:
+            fields["content"] = [
+                part.model_dump() if part.type == "text" else {"type": "image"}
+                for part in self.parts
+            ]
         if self.reasoning and self.role == "assistant" and self.reasoning_content is None:
             fields["reasoning_content"] = self.reasoning
         format_ = files.tool_format
@@ -598,7 +658,7 @@ class ChatBody(WithTools, _SamplingBody):
         list[Message],
         Field(min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(few_parts),
-    ] = Field(description="the conversation; `content` is text, of an assistant also null")
+    ] = Field(description="the conversation; `content` is text, or parts: text and images")
     max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
     reasoning_effort: Effort | None = Field(None, description="default: the model's")
     logprobs: bool | None = Field(None, description="of the output's tokens; default: false")

@@ -77,7 +77,7 @@ OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "refusal": (),
 }
 ROLES = frozenset({"function"})
-PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
+PARTS = frozenset({"input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})
 _MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.$@/-]")  # in a header

@@ -50,6 +50,7 @@ from contract.payloads.store import (
     ObjectStore,
     PayloadError,
     PayloadUnavailable,
+    image_key,
     prompt_key,
     response_key,
 )
@@ -98,13 +99,20 @@ class Payloads:
             key = response_key(job.id)
             ref = await asyncio.to_thread(self.store.put, key, job.response)
             job = replace(job, response=b"", stored_response=ref)
-        if job.num_prompt_tokens * _MAX_ID_BYTES < self._min_bytes:
+        if job.image_data:
+            refs = [
+                await asyncio.to_thread(self.store.put, image_key(job.id, number), data)
+                for number, data in enumerate(job.image_data)
+            ]
+            job = replace(job, image_data=(), images=tuple(refs))
+        num_ids = sum(map(len, job.prompts))
+        if num_ids * _MAX_ID_BYTES < self._min_bytes:
             return job
         data = encode_prompts(job)
         if len(data) < self._min_bytes:
             return job
         ref = await asyncio.to_thread(self.store.put, prompt_key(job.id), data)
-        stored = StoredPrompt(ref, job.num_prompt_tokens, job.num_prompts)
+        stored = StoredPrompt(ref, num_ids, job.num_prompts)
         return replace(job, prompt_ids=(), prompt_list=(), stored_prompt=stored)
 
     async def whole(self, job: Job) -> Job:
@@ -112,6 +120,11 @@ class Payloads:
         if job.stored_prompt is None or any(job.prompts):
             return job
         return with_prompts(job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref))
+
+    async def with_images(self, job: Job) -> Job:
+        """Returns the job with the bytes of its images, as before it was submitted."""
+        data = [await asyncio.to_thread(self._known().get, ref) for ref in job.images]
+        return replace(job, image_data=tuple(data), images=())
 
     async def response(self, job: Job) -> bytes:
         """Returns what /v1/responses keeps of the job's request; empty for other jobs."""

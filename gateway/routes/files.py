@@ -4,7 +4,7 @@ import asyncio
 import math
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
@@ -27,6 +27,8 @@ from gateway.follow.answer_models import Page
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsReader, JobsWriter
+from gateway.prepare.images import PURPOSES
+from gateway.prepare.schemas import FILE_ID
 from gateway.prepare.unsupported import OwnModel
 from gateway.routes.requests import GuardedRoute, check_media_type, form_of
 from gateway.settings import GatewaySettings
@@ -38,7 +40,7 @@ MIN_LIFETIME_S, MAX_LIFETIME_S = 3_600, 30 * 86_400  # OpenAI's; the store delet
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 MAX_FILENAME = 255
 _REDIRECT_S = 300.0  # in which a download from the store must begin
-_FILE_ID = re.compile(r"file-([0-9]{1,4}-)?[0-9a-f]{32}")
+_UPLOADED = frozenset({"batch", *PURPOSES})
 _UPLOAD = {
     "requestBody": {
         "required": True,
@@ -49,7 +51,7 @@ _UPLOAD = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "purpose": {"type": "string", "enum": ["batch", "user_data", "vision"]},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                         "expires_after[seconds]": {
                             "type": "integer",
@@ -63,7 +65,7 @@ _UPLOAD = {
     }
 }
 
-Purpose = Literal["batch", "batch_output"]
+Purpose = Literal["batch", "batch_output", "user_data", "vision"]
 
 
 class ExpiresAfter(OwnModel):
@@ -102,7 +104,7 @@ def file_object(file: StoredFile) -> FileObject:
         created_at=file.created_ms // 1000,
         expires_at=file.expires_ms // 1000,
         filename=file.filename,
-        purpose="batch" if file.purpose == "batch" else "batch_output",
+        purpose=cast(Purpose, file.purpose if file.purpose in _UPLOADED else "batch_output"),
     )
 
 
@@ -110,7 +112,7 @@ def file_object(file: StoredFile) -> FileObject:
 async def create_file(
     request: Request, caller: JobsWriter, gateway: AcceptingGateway
 ) -> FileObject:
-    """Stores a file for batches, as it arrives."""
+    """Stores a file for batches, or an image, as it arrives."""
     store = store_of(gateway)
     check_media_type(request, "multipart/form-data")
     await check_quota(gateway, caller.tenant)
@@ -216,7 +218,7 @@ async def known_file(gateway: Gateway, caller: Caller, file_id: str) -> StoredFi
 
 def _check_id(file_id: str) -> None:
     """Raises ApiError (404)."""
-    if not _FILE_ID.fullmatch(file_id):
+    if not FILE_ID.fullmatch(file_id):
         raise no_such_file()
 
 
@@ -263,8 +265,8 @@ def _checked(form: FormData, settings: GatewaySettings) -> tuple[UploadFile, str
     upload, purpose = form["file"], form["purpose"]
     if not isinstance(upload, UploadFile):
         raise invalid_value("file", "file must be a file: give it a filename")
-    if purpose != "batch":
-        raise invalid_value("purpose", "purpose must be 'batch'")
+    if purpose not in _UPLOADED:
+        raise invalid_value("purpose", f"purpose must be one of {', '.join(sorted(_UPLOADED))}")
     anchor = form.get("expires_after[anchor]")
     seconds = form.get("expires_after[seconds]")
     if (anchor, seconds) == (None, None):

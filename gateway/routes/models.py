@@ -29,6 +29,7 @@ class ModelCapabilities(BaseModel):
     structured_output: bool
     tools: bool
     lora: bool
+    images: bool = Field(description="in chats, as data URLs or files")
     resume: ResumeKind
 
 
@@ -144,7 +145,12 @@ def _shown(card: ModelCard, failure: ModelFailure | None) -> Model:
         created=card.created_s,
         max_model_len=card.context_length,
         endpoints=[endpoint.value for endpoint in card.endpoints],
-        capabilities=ModelCapabilities(**msgspec.structs.asdict(card.capabilities)),
+        capabilities=ModelCapabilities(
+            **{
+                **msgspec.structs.asdict(card.capabilities),
+                "images": card.capabilities.images is not None,
+            }
+        ),
         generation=ModelGeneration(**msgspec.structs.asdict(card.generation)),
         reasoning_parser=card.reasoning_parser or None,
         tool_call_parser=card.tool_call_parser or None,

@@ -172,7 +172,7 @@ class _Run:
         if submission.callback is not None:
             check_secret(submission.callback, job.tenant, settings)
         response = await broker.payloads.response(job)
-        whole = await broker.payloads.whole(job)
+        whole = await broker.payloads.with_images(await broker.payloads.whole(job))
         created_s = int(time.time())
         job = replace(whole, stored_prompt=None, response=response, created_s=created_s)
         job = replace(job, stored_response=None)

@@ -149,7 +149,7 @@ async def test_a_line_that_cannot_respond_is_in_the_error_file(
         "conversation": ({"conversation": "c"}, 400),
         "input": ({"input": "x" * 600}, 400),
         "input.0.content.0.type": (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             400,
         ),
         "text.format.schema": (

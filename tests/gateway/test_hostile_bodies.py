@@ -100,8 +100,10 @@ def samples(schema: Schema, defs: Schema) -> list[Any]:
             continue
         match branch.get("type"):
             case "string":
-                is_hash = branch.get("pattern", "").endswith("{32}$")
-                found.append("a" * (32 if is_hash else branch.get("minLength", 1)))
+                pattern = branch.get("pattern", "")
+                is_hash = pattern.endswith("{32}$")
+                start = "file-" if pattern.startswith("^file-") else ""
+                found.append(start + "a" * (32 if is_hash else branch.get("minLength", 1)))
             case "integer" | "number":
                 found.append(max(1, branch.get("minimum", 1)))
             case "boolean":

@@ -168,7 +168,8 @@ async def test_models_and_jobs_show_their_card(cool: FakeWorker, http: httpx.Asy
     assert shown[MODEL]["generation"] == settings | {"suppress_tokens": [5, 7]}
     assert shown["hash"]["generation"] == dict.fromkeys(NUMBERS) | {"suppress_tokens": []}
     assert (await http.get(f"/v1/models/{MODEL}")).json() == shown[MODEL]
-    lacking = dict.fromkeys(("prompt_logprobs", "structured_output", "tools", "lora"), False)
+    names = "prompt_logprobs", "structured_output", "tools", "lora", "images"
+    lacking = dict.fromkeys(names, False)
     assert shown[MODEL]["capabilities"] == lacking | {"resume": "distribution"}
     accepted = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": TEXT})
     job = (await http.get(f"/v1/jobs/{accepted.json()['id']}")).json()

@@ -293,6 +293,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "cat"}]}, "invalid_value", "input.0.type"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "invalid_value",
+        "input.0.content.0",
+    ),
+    (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}
+            ]
+        },
+        "invalid_value",
+        "input.0.content.0",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "unsupported_parameter",
         "input.0.content.0.type",
     ),

@@ -117,6 +117,11 @@ MESSAGES: list[tuple[Any, str, str]] = [
     ({"role": "user", "content": "a", "tool_calls": [_CALL]}, ".tool_calls", VALUE),
     (
         {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        ".content.0.image_url",
+        VALUE,
+    ),
+    (
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
         ".content.0.type",
         UNSUPPORTED,
     ),

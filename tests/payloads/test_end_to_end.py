@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import redis.asyncio
 from msgspec import structs
 
+from contract.function_types import Append, Release
 from contract.functions import Functions
-from contract.jobs import ObjectRef
+from contract.jobs import Job, ObjectRef
 from contract.keys import Keys
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.store import PayloadLost
+from contract.payloads.store import PayloadLost, image_key
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
+from tests.contract.some_calls import append, claim, make_job, make_submission, tokens
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -243,3 +246,41 @@ async def test_a_rejected_job_leaves_no_object(
         refused = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
         assert refused.status_code == 429
     assert jobs_in(tmp_path) == [taken]
+
+
+async def test_an_image_that_is_gone_at_a_resume_fails_its_job_alone(
+    tmp_path: Path, redis_server: EmbeddedRedis, functions: Functions, caller: Caller
+) -> None:
+    """With the reason. The other job gets as far as the engine, which takes no images."""
+    store = open_store(str(tmp_path))
+    assert store is not None
+    jobs = []
+    for _ in range(2):
+        job = make_job(num_prompt=30)
+        ref = store.put(image_key(job.id, 0), b"an image")
+        job = structs.replace(job, images=(ref,), num_image_tokens=64)
+        assert job.num_prompt_tokens == 94
+        await functions.submit(job, make_submission())
+        jobs.append(job)
+    for claimed in await claim(functions, "gone"):
+        assert claimed.job.images
+        first = Append(claimed.job.id, claimed.epoch, 1, tokens(0, 97), 1)
+        await append(functions, "gone", first)
+        await functions.release("gone", [Release(claimed.job.id, claimed.epoch, "drain")])
+    lost, _ = jobs
+    store.delete_job(lost.id)
+    async with fleet(redis_server.url, 1, MODEL, **settings_of(tmp_path)):
+        for job in jobs:
+            await until(partial(has_ended, functions, job))
+    failed = [await functions.read(job.id, "t") for job in jobs]
+    ends = [(view.code, view.message) for view, _ in filter(None, failed)]
+    assert ends == [
+        ("payload_lost", "its prompt or an image is lost"),
+        ("bad_parameter", "this engine takes no images"),
+    ]
+
+
+async def has_ended(functions: Functions, job: Job) -> bool:
+    found = await functions.read(job.id, job.tenant)
+    assert found is not None
+    return found[0].is_terminal

@@ -39,6 +39,10 @@ vllm.platforms._current_platform = _Hopper()
 
 import vllm.v1.worker.cpu.shm  # noqa: E402  its stand-ins for pinned memory
 from vllm import AsyncEngineArgs, LLMEngine  # noqa: E402
+from vllm.model_executor.model_loader import get_model_cls  # noqa: E402
+from vllm.model_executor.models.interfaces import SupportsMultiModal  # noqa: E402
+from vllm.multimodal.image import convert_image_mode  # noqa: E402
+from vllm.renderers import BaseRenderer  # noqa: E402
 from vllm.sampling_params import SamplingParams as VllmParams  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
@@ -121,6 +125,10 @@ def _check_calls(config: Any) -> None:
         (LLMEngine.add_request, (None, "id", {}, VllmParams()), {"priority": 0}),
         (LLMEngine.abort_request, (None, ["id"]), {}),
         (LLMEngine.step, (None,), {}),
+        (BaseRenderer.render_cmpl, (None, [{}]), {}),
+        (SupportsMultiModal.get_placeholder_str, ("image", 1), {}),
+        (get_model_cls, (config.model_config,), {}),
+        (convert_image_mode, (None, "RGB"), {}),
         (MultiprocExecutor, (config,), {"monitor_workers": False}),
     ):
         inspect.signature(method).bind(*args, **kwargs)

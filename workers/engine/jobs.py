@@ -11,7 +11,7 @@ from workers.engine.constraints import Constraints
 from workers.engine.grammar import GrammarFailed
 from workers.engine.interface import Chunk, Deadlines, EngineLimits
 from workers.engine.scheduler import Scheduler
-from workers.engine.sequence import Sequence, check_request, sequences_of
+from workers.engine.sequence import RequestRefused, Sequence, check_request, sequences_of
 from workers.engine.step_plan import StepReport, choice_ended
 from workers.engine.strategy import Strategies
 from workers.ipc.messages import ChoiceEnded, JobFailed, Request
@@ -26,6 +26,8 @@ class _Job:
 
 class JobEngine(ABC):
     """An engine's jobs. The scheduler does not know those that wait for their grammars."""
+
+    takes_images = False
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class JobEngine(ABC):
         if held is not None and held.epoch >= request.epoch:
             return
         self.stop_job(request.job_id, request.epoch - 1)
+        if request.images and not self.takes_images:
+            raise RequestRefused(ErrorCode.BAD_PARAMETER, "this engine takes no images")
         check_request(
             request,
             vocab_size=self._limits.vocab_size,

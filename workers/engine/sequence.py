@@ -103,6 +103,8 @@ class Sequence:
     weight: float = 1.0  # of its tenant
     num_first_part: int = 0  # tokens of the first text of a pair; 0: one text
     num_dimensions: int = 0  # of its vector; 0: all
+    images: tuple[bytes, ...] = ()
+    num_image_tokens: int = 0  # that they add to the prompt, at most, and exactly once it has begun
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
@@ -208,6 +210,8 @@ def sequences_of(
             weight=request.weight,
             num_first_part=first_parts[choice // request.params.n],
             num_dimensions=pooling.dimensions,
+            images=request.images,
+            num_image_tokens=request.num_image_tokens,
         )
         for choice, output_ids in enumerate(request.outputs)
         if not request.finished[choice]

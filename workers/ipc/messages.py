@@ -30,6 +30,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     deadline_s: float | None = None
     weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
     pooling: Pooling | None = None  # of a prefill-only job
+    images: tuple[bytes, ...] = ()  # files, in the order of their marks in the prompt
+    num_image_tokens: int = 0  # the most that they may add to the prompt
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token", gc=False):

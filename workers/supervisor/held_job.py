@@ -424,6 +424,8 @@ class HeldJob:
             self._deadline_s,
             self.job.weight,
             None if self.job.pooling is None else replace(self.job.pooling, documents=()),
+            self.job.image_data,
+            self.job.num_image_tokens,
         )
 
     def take(self, out: TokenOut | VectorOut | ChoiceEnded) -> bool:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
-from contract.jobs import Job
+from contract.jobs import Job, ObjectRef
 from contract.payloads.encoding import with_prompts
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from workers.supervisor.held_job import HeldJob
@@ -61,7 +61,7 @@ class PromptFetcher:
                 await self._run(replace(claimed, job=whole))
         except PayloadLost as exc:
             log.error("prompt lost job_id=%s: %s", job.id, exc)
-            self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt is lost")
+            self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt or an image is lost")
         except PayloadUnavailable as exc:
             log.warning("no prompt job_id=%s: %s", job.id, exc)
             await self._release(place)
@@ -75,19 +75,24 @@ class PromptFetcher:
             self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
 
     async def _whole(self, job: Job) -> Job:
-        """The job with its prompt. Raises PayloadError."""
-        assert job.stored_prompt is not None
+        """The job with its prompt and its images. Raises PayloadError."""
+        if job.stored_prompt is not None:
+            job = with_prompts(job, await self._object(job.stored_prompt.ref))
+        images = [await self._object(ref) for ref in job.images]
+        return replace(job, image_data=tuple(images))
+
+    async def _object(self, ref: ObjectRef) -> bytes:
+        """Raises PayloadError."""
         if self._store is None:
             raise PayloadUnavailable("this worker has no object store")
         for attempt in itertools.count(1):
             try:
-                data = await asyncio.to_thread(self._store.get, job.stored_prompt.ref)
-                break
+                return await asyncio.to_thread(self._store.get, ref)
             except PayloadUnavailable:
                 if attempt == _ATTEMPTS:
                     raise
                 await asyncio.sleep(_RETRY_S * attempt)
-        return with_prompts(job, data)
+        raise AssertionError("the loop has no other end")
 
     async def _release(self, place: HeldJob) -> None:
         """Releases the job at the cost of an attempt; after its last attempt the job fails."""

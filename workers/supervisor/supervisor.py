@@ -11,6 +11,8 @@ import logging
 import signal
 from collections.abc import Coroutine
 
+from msgspec.structs import replace
+
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
@@ -168,7 +170,7 @@ class Supervisor:
     async def _start(self, claimed: Claimed) -> None:
         if self._holding.has_started(claimed.job.id, claimed.epoch):
             await self._release_known(claimed)
-        elif claimed.job.stored_prompt is None:
+        elif claimed.job.stored_prompt is None and not claimed.job.images:
             await self._run(claimed)
         else:
             self._prompts.begin(claimed, self._keeper.hold(claimed))
@@ -188,6 +190,7 @@ class Supervisor:
             self._publisher.note(job)
         else:
             self._engine.send([job.start_message()])
+            job.job = replace(job.job, image_data=())  # the engine has them
 
     async def _release_known(self, claimed: Claimed) -> None:
         """Releases a job that was claimed twice: Redis lost the first claim in a power cut, or this

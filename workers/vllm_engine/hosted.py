@@ -21,6 +21,7 @@ from workers.engine.interface import Sample
 from workers.engine.sequence import RequestRefused, Sequence
 from workers.engine.step_plan import StepReport
 from workers.lanes import DEFAULT_LANES, Lane
+from workers.vllm_engine.images import with_images
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 
@@ -71,6 +72,8 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
 class HostedEngine(PlacingEngine):
     """Runs requests on vLLM. A lane's priority becomes vLLM's, a tenant its cache salt."""
 
+    takes_images = True
+
     def __init__(
         self,
         llm: LLMEngine,
@@ -120,10 +123,12 @@ class VllmRequests:
         # Output of an aborted request may still come, under its own id.
         parts = sequence.job_id, sequence.epoch, sequence.choice, sequence.num_preemptions
         request_id = "/".join(map(str, parts))
-        prompt = {
+        prompt: Any = {
             "prompt_token_ids": list(sequence.token_ids),
             "cache_salt": sequence.tenant,
         }
+        if sequence.images:
+            prompt = with_images(self._llm, prompt, sequence)
         asked = SamplingParams(
             max_tokens=params.max_tokens - sequence.num_output,
             stop_token_ids=sorted(sequence.ending_ids),

@@ -32,6 +32,7 @@ from workers.model.nvidia import visible_gpus
 from workers.model.pooling.folder import read_folder
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
+from workers.vllm_engine.images import image_tokens_of
 from workers.vllm_engine.sampling import grammars_of, sampling_of
 
 _NUM_TOKENS = 4
@@ -116,6 +117,8 @@ def start_vllm(
 
     try:
         config = engine_config(arguments)
+        if config.model_config.is_multimodal_model:  # whose processor tokenises marks of images
+            config.model_config.skip_tokenizer_init = False
         sampling = sampling_of(config)
         llm = LLMEngine.from_vllm_config(config, stat_loggers=[make_stats])
     except (ValueError, RuntimeError) as exc:
@@ -148,6 +151,7 @@ def start_vllm(
         capabilities=Capabilities(
             structured_output=grammars is not None,
             resume=_resume(model) if sampling.keeps_noise else "distribution",
+            images=image_tokens_of(llm, tokenizer) if model.is_multimodal_model else None,
         ),
         generation=generation,
         num_step_tokens=engine.limits.max_num_batched_tokens,
@@ -211,6 +215,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,
+        "mm_processor_cache_gb": 0,  # whose halves would differ after a refused image
         "seed": 0,
     }
     if options.memory_share is not None:

@@ -67,9 +67,8 @@ def choice_of(params: VllmParams) -> ChoiceParams | None:
 
 
 def _sent(sequence: Sequence) -> dict[str, str]:
-    choice = ChoiceParams(
-        sequence.params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids)
-    )
+    num_prompt = sequence.num_prompt + sequence.num_image_tokens  # as vLLM has it
+    choice = ChoiceParams(sequence.params, sequence.choice, num_prompt, tuple(sequence.ending_ids))
     return {_EXTRA: msgspec.json.encode(choice).decode()}
 
 
