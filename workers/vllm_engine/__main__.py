@@ -18,10 +18,11 @@ from typing import NoReturn
 
 from workers.engine.interface import ModelRefused
 from workers.engine.jobs import JobEngine
-from workers.engine_process.engine_loop import ExitCode, main
+from workers.engine_process.engine_loop import ExitCode, main, start_own
 from workers.ipc.messages import EngineOptions, EngineReady
 from workers.ipc.nodes import meet
 from workers.model.nvidia import unusable_gpu, visible_gpus
+from workers.model.pooling.folder import read_folder
 
 log = logging.getLogger("batchway.engine")
 
@@ -88,7 +89,12 @@ def _start(
         _ranks = start_ranks(options, progress)
         _end_with_vllm()
     try:
-        started = start_vllm(options, progress)
+        if read_folder(options.model_path, options.revision) is not None:
+            from workers.vllm_engine.vectors import load_vectors
+
+            started = start_own(load_vectors)(options, progress)
+        else:
+            started = start_vllm(options, progress)
     except ModelRefused as refusal:
         if fault is None:
             raise

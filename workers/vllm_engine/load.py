@@ -7,7 +7,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -29,7 +30,6 @@ from workers.model.files import ModelFiles
 from workers.model.folder_check import of_each_layer
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.nvidia import visible_gpus
-from workers.model.pooling.folder import read_folder
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
 from workers.vllm_engine.sampling import grammars_of, sampling_of
@@ -42,8 +42,7 @@ _SIZES = ("max_num_batched_tokens", "max_num_seqs", "stream_interval")
 
 
 def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
-    """Runs a request of a few tokens, at most `num_most` with its output. Some models load, and
-    their first step then ends vLLM's core, for which `step` waits for ever. Raises ModelRefused."""
+    """Runs a request of a few tokens, at most `num_most` with its output. Raises ModelRefused."""
     prompt = tuple(range(min(_NUM_TOKENS, num_most - 1)))
     if not prompt:
         return
@@ -51,13 +50,24 @@ def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
     params = SamplingParams(
         max_tokens=2, seed=0, ignore_eos=True, top_k=2, top_p=0.9, presence_penalty=0.1, logprobs=1
     )
+
+    def compute() -> None:
+        engine.add(Request("trial", 0, "trial", "", (prompt,), params, ((),), (False,)))
+        while engine.next_wake_s() is not None:
+            if failed := engine.step().failed:
+                raise RuntimeError(failed[0].message)
+
+    watch_first_step(compute, model_path)
+
+
+def watch_first_step(compute: Callable[[], None], model_path: str) -> None:
+    """Runs `compute` with the first step. Some models load, and that then ends vLLM's core, for
+    which `step` waits for ever. Raises ModelRefused, also for what `compute` raises."""
     failures: list[Exception] = []
 
     def run() -> None:
         try:
-            engine.add(Request("trial", 0, "trial", "", (prompt,), params, ((),), (False,)))
-            while engine.next_wake_s() is not None:
-                failures.extend(RuntimeError(each.message) for each in engine.step().failed)
+            compute()
         except Exception as exc:
             failures.append(exc)
 
@@ -91,15 +101,11 @@ _NICENESS = 19  # the lowest priority
 def start_vllm(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[HostedEngine, EngineReady, int]:
-    """Loads the model into vLLM. Raises ModelRefused, also for an argument that vLLM refuses."""
+    """Loads a model that generates text into vLLM. Raises ModelRefused, also for an argument that
+    vLLM refuses."""
     revision = options.revision or DEFAULT_REVISION
-    if read_folder(options.model_path, revision) is not None:
-        raise ModelRefused(
-            f"{options.model_path} makes vectors and generates no text; batchway's own engine "
-            "serves it, and not vLLM"
-        )
     arguments = engine_args(options)
-    _give_way()
+    give_way()
     tokenizer = read_tokenizer(
         options.model_path,
         revision,
@@ -114,15 +120,13 @@ def start_vllm(
         stats.append(Stats(config, engine_index))
         return stats[-1]
 
-    try:
+    with told_refusal(options.model_path):
         config = engine_config(arguments)
         sampling = sampling_of(config)
         if sampling.processor is not None:
             others = config.model_config.logits_processors or []
             config.model_config.logits_processors = [*others, sampling.processor]
         llm = LLMEngine.from_vllm_config(config, stat_loggers=[make_stats])
-    except (ValueError, RuntimeError) as exc:
-        raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
     files = ModelFiles(options.model_path, revision)
@@ -150,7 +154,7 @@ def start_vllm(
         max_num_seqs=engine.limits.max_num_seqs,
         capabilities=Capabilities(
             structured_output=grammars is not None,
-            resume=_resume(model) if has_plugin else "distribution",
+            resume=resume_of(model) if has_plugin else "distribution",
         ),
         generation=generation,
         num_step_tokens=engine.limits.max_num_batched_tokens,
@@ -164,15 +168,22 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
     """Starts the ranks of a node other than node 0, which schedules for them. They end with the
     returned object. Raises ModelRefused."""
     arguments = engine_args(options)
-    _give_way()
+    give_way()
     progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
-    try:
+    with told_refusal(options.model_path):
         config = engine_config(arguments, headless=True)
         ranks = MultiprocExecutor(config, monitor_workers=False)
-    except (ValueError, RuntimeError) as exc:
-        raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     progress(f"node {options.node_rank} has loaded its ranks")
     return ranks
+
+
+@contextmanager
+def told_refusal(model_path: str) -> Iterator[None]:
+    """Within it, what vLLM refuses raises ModelRefused."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as exc:
+        raise ModelRefused(f"vLLM does not load {model_path}: {line_of(exc)}") from exc
 
 
 def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfig:
@@ -186,9 +197,12 @@ def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfi
     return config
 
 
-def engine_args(options: EngineOptions) -> EngineArgs:
-    """Returns our arguments, then the operator's `--engine-arg`s, read by vLLM's own parser. Raises
-    ModelRefused with vLLM's sentence if one is unknown or out of range."""
+def engine_args(
+    options: EngineOptions, more: Mapping[str, str] | None = None, **overrides: Any
+) -> EngineArgs:
+    """Returns our arguments and `more`, then the operator's `--engine-arg`s, read by vLLM's own
+    parser. `overrides`: of config.json. Raises ModelRefused with vLLM's sentence if one is unknown
+    or out of range."""
     parser = FlexibleArgumentParser()
     EngineArgs.add_cli_args(parser)
 
@@ -196,12 +210,13 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         raise ModelRefused(f"--engine-arg: {message}")
 
     parser.error = refuse
+    overrides |= _lengthened(options)
     ours = {
         "model": options.model_path,
         "revision": options.revision,
         "dtype": _dtype(options.dtype),
         "max_model_len": options.max_model_len,
-        "hf_overrides": _lengthened(options),
+        "hf_overrides": json.dumps(overrides) if overrides else None,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "block_size": options.block_size,
@@ -212,6 +227,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,
         "seed": 0,
+        **(more or {}),
     }
     if options.memory_share is not None:
         if current_platform.is_cpu():
@@ -226,7 +242,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     return EngineArgs.from_cli_args(parser.parse_args(words))
 
 
-def _resume(model: Any) -> ResumeKind:
+def resume_of(model: Any) -> ResumeKind:
     """`model`: vLLM's ModelConfig."""
     device = "cpu" if current_platform.is_cpu() else "cuda"
     dtype = model.quantization or str(model.dtype).removeprefix("torch.")
@@ -238,25 +254,25 @@ def _dtype(name: str) -> str:
     return "float32" if name == "auto" and current_platform.is_cpu() else name
 
 
-def _lengthened(options: EngineOptions) -> str | None:
+def _lengthened(options: EngineOptions) -> dict[str, Any]:
     """Overrides that tell vLLM of the positions that yarn makes possible: it assumes that the
     configuration includes them, which is often wrong."""
     try:
         config = parse_config(options.model_path, options.revision or DEFAULT_REVISION)
     except ModelRefused:  # vLLM serves models that batchway's own engine does not
-        return None
+        return {}
     text = config.get_text_config()
     scalings = of_each_layer(getattr(text, "rope_parameters", None))
     length, stated = context_length(config), getattr(text, "max_position_embeddings", None)
     if stated in (None, length) or not any(
         "yarn" in each.get("rope_type", "") for each in scalings
     ):
-        return None
+        return {}
     override: dict[str, Any] = {"max_position_embeddings": length}
-    return json.dumps(override if text is config else {"text_config": override})
+    return override if text is config else {"text_config": override}
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Lowers the priority on a CPU, where vLLM's processes spin on sched_yield while they wait for
     each other: with two cores, Redis and the gateway did not run for seconds (docs/engines.md)."""
     if current_platform.is_cpu():

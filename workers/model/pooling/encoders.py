@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +41,20 @@ def runs_of_equal_length(lengths: Seq[int]) -> Iterator[tuple[int, int, int]]:
         first += num_texts * length
 
 
+class Encoder(Protocol):
+    uses_types: bool  # the model tells the two texts of a pair by their types
+
+    def encode(self, texts: Seq[Text]) -> Tensor:
+        """Texts in order of length -> the rows that a head takes."""
+
+
 class FlatEncoder:
     """Computes all tokens in one row; each attends within its own text."""
 
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool) -> None:
         self._model = model
         self._device = device
-        self._uses_types = uses_types
+        self.uses_types = uses_types
         self._first_position = first_position(model)
         self._fixed = fixed_arguments(model)
 
@@ -61,7 +68,7 @@ class FlatEncoder:
             "position_ids": self._row(positions),
             STEP_KEYWORD: FlatStep(lengths),
         }
-        if self._uses_types:
+        if self.uses_types:
             type_ids = chain.from_iterable(text.type_ids for text in texts)
             arguments["token_type_ids"] = self._row(type_ids)
         hidden: Tensor = self._model(**arguments).last_hidden_state
@@ -125,7 +132,7 @@ class PaddedEncoder:
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool, pad_id: int) -> None:
         self._model = model
         self._device = device
-        self._uses_types = uses_types
+        self.uses_types = uses_types
         self._pad_id = pad_id
         self._fixed = fixed_arguments(model)
 
@@ -151,13 +158,10 @@ class PaddedEncoder:
             "input_ids": rectangle([text.token_ids for text in texts], self._pad_id),
             "attention_mask": mask,
         }
-        if self._uses_types:
+        if self.uses_types:
             arguments["token_type_ids"] = rectangle([text.type_ids for text in texts], 0)
         hidden: Tensor = self._model(**arguments).last_hidden_state
         return hidden[mask.bool()]
-
-
-Encoder = FlatEncoder | PaddedEncoder
 
 
 def first_position(model: nn.Module) -> int:

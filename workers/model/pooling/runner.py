@@ -39,7 +39,7 @@ class PoolingRunner:
     def __init__(
         self,
         encoder: Encoder,
-        head: Heads,
+        head: Callable[[Tensor, Seq[Text]], Tensor],
         *,
         activation: Activation,
         is_normalized: bool,
@@ -113,7 +113,7 @@ class PoolingRunner:
 
 _LENGTHS = (1, 2, 7, 7, 19, 40)  # tokens
 # The largest difference of a vector from the one alone, as a share of its length.
-_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Trial:
@@ -131,20 +131,10 @@ class Trial:
     ) -> None:
         self._model = model
         self._device = device
-        self._max_error = _MAX_ERROR[dtype]
+        self._max_error = MAX_ERROR[dtype]
         self._uses_types = uses_types
-        text_config = config.get_text_config()
-        pad_id = text_config.pad_token_id
-        self._pad_id = pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
-        window = getattr(text_config, "sliding_window", None)
-        lengths = [*_LENGTHS, *([window + 9] if isinstance(window, int) else [])]
-        generator = torch.Generator().manual_seed(0)
-        self.texts = []
-        for length in sorted(min(length, longest) for length in lengths):
-            ids = torch.randint(int(text_config.vocab_size), (length,), generator=generator)
-            ids[ids == self._pad_id] = (self._pad_id + 1) % int(text_config.vocab_size)
-            num_first = math.ceil(length / 2) if uses_types else 0
-            self.texts.append(Text(ids.tolist(), num_first))
+        self._pad_id = _pad_id(config)
+        self.texts = random_texts(config, longest, uses_types=uses_types)
 
     @torch.inference_mode()
     def alone_logits(self, whole: Any) -> Tensor:
@@ -166,7 +156,7 @@ class Trial:
         if share_attention(model):
             encoder = FlatEncoder(model, self._device, uses_types=uses_types)
             try:
-                error = self._error(encoder.encode(self.texts), alone)
+                error = largest_error(encoder.encode(self.texts), alone)
             except Exception as exc:  # transformers' code meets arguments that it does not expect
                 reason = first_line(exc)
             else:
@@ -175,7 +165,7 @@ class Trial:
                 reason = f"flat texts differ from each alone by {error:.1g}"
             use_own_attention(model)
         encoder = PaddedEncoder(model, self._device, uses_types=uses_types, pad_id=self._pad_id)
-        error = self._error(encoder.encode(self.texts), alone)
+        error = largest_error(encoder.encode(self.texts), alone)
         if not error <= self._max_error:
             raise ModelRefused(f"a text's vector depends on the texts beside it, by {error:.1g}")
         progress(f"texts are padded: {reason}")
@@ -184,7 +174,7 @@ class Trial:
     @torch.inference_mode()
     def check_head(self, head: Heads, encoder: Encoder, expected: Tensor, path: str) -> None:
         """Raises ModelRefused unless the classifier behind the encoder is the model's own."""
-        error = self._error(head(encoder.encode(self.texts), self.texts), expected)
+        error = largest_error(head(encoder.encode(self.texts), self.texts), expected)
         if not error <= self._max_error:
             raise ModelRefused(f"the classifier of {path} cannot be computed behind its encoder")
 
@@ -198,8 +188,28 @@ class Trial:
             arguments["token_type_ids"] = torch.tensor([text.type_ids], device=self._device)
         return arguments
 
-    @staticmethod
-    def _error(found: Tensor, expected: Tensor) -> float:
-        """The largest distance of two rows, as a share of the expected row's length."""
-        lengths = expected.float().norm(dim=1).clamp(min=1e-6)
-        return float(((found.float() - expected.float()).norm(dim=1) / lengths).max())
+
+def random_texts(config: PretrainedConfig, longest: int, *, uses_types: bool) -> list[Text]:
+    """Texts, or pairs if `uses_types`, in order of length; one is longer than a sliding window."""
+    text_config = config.get_text_config()
+    pad_id, vocab_size = _pad_id(config), int(text_config.vocab_size)
+    window = getattr(text_config, "sliding_window", None)
+    lengths = [*_LENGTHS, *([window + 9] if isinstance(window, int) else [])]
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for length in sorted(min(length, longest) for length in lengths):
+        ids = torch.randint(vocab_size, (length,), generator=generator)
+        ids[ids == pad_id] = (pad_id + 1) % vocab_size
+        texts.append(Text(ids.tolist(), math.ceil(length / 2) if uses_types else 0))
+    return texts
+
+
+def _pad_id(config: PretrainedConfig) -> int:
+    pad_id = config.get_text_config().pad_token_id
+    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of two rows, as a share of the expected row's length."""
+    lengths = expected.float().norm(dim=1).clamp(min=1e-6)
+    return float(((found.float() - expected.float()).norm(dim=1) / lengths).max())
