@@ -22,6 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from contract.jobs import ResumeKind, SamplingParams, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
+from workers.ipc.channel import PeerGone
 from workers.ipc.messages import EngineOptions, EngineReady, Request
 from workers.ipc.nodes import address_of
 from workers.lanes import lanes_of
@@ -29,10 +30,13 @@ from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_con
 from workers.model.files import ModelFiles
 from workers.model.folder_check import of_each_layer
 from workers.model.generation import end_token_ids, sampling_defaults
+from workers.model.model_path import least_weight_bytes
 from workers.model.nvidia import visible_gpus
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
 from workers.vllm_engine.sampling import grammars_of, sampling_of
+from workers.vllm_engine.stages import Stages
+from workers.vllm_engine.start_check import check_memory, check_shm, rooms_of
 
 _NUM_TOKENS = 4
 _LOOK_S = 0.5
@@ -60,7 +64,7 @@ def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
     watch_first_step(compute, model_path)
 
 
-def watch_first_step(compute: Callable[[], None], model_path: str) -> None:
+def watch_first_step(compute: Callable[[], object], model_path: str) -> None:
     """Runs `compute` with the first step. Some models load, and that then ends vLLM's core, for
     which `step` waits for ever. Raises ModelRefused, also for what `compute` raises."""
     failures: list[Exception] = []
@@ -98,9 +102,7 @@ _CPU_KV_BYTES = 2**30
 _NICENESS = 19  # the lowest priority
 
 
-def start_vllm(
-    options: EngineOptions, progress: Callable[[str], None]
-) -> tuple[HostedEngine, EngineReady, int]:
+def start_vllm(options: EngineOptions, stages: Stages) -> tuple[HostedEngine, EngineReady, int]:
     """Loads a model that generates text into vLLM. Raises ModelRefused, also for an argument that
     vLLM refuses."""
     revision = options.revision or DEFAULT_REVISION
@@ -113,14 +115,14 @@ def start_vllm(
         reasoning_parser=options.reasoning_parser,
         template_kwargs=options.chat_template_kwargs,
     )
-    progress(f"loading {options.model_path} into vLLM")
+    stages.progress(f"loading {options.model_path} into vLLM")
     stats: list[Stats] = []
 
     def make_stats(config: Any, engine_index: int = 0) -> Stats:
         stats.append(Stats(config, engine_index))
         return stats[-1]
 
-    with told_refusal(options.model_path):
+    with told_refusal(options.model_path, stages):
         config = engine_config(arguments)
         sampling = sampling_of(config)
         if sampling.processor is not None:
@@ -141,7 +143,8 @@ def start_vllm(
     engine = HostedEngine(
         llm, stats[0], frozenset(eos), sampling.arguments, lanes_of(options.lanes), grammars
     )
-    try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
+    with stages.timed("first step"):
+        try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
     gpus = visible_gpus()[:1]
     ready = EngineReady(
@@ -164,37 +167,61 @@ def start_vllm(
     return engine, ready, ready.num_step_tokens
 
 
-def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> MultiprocExecutor:
+def start_ranks(options: EngineOptions, stages: Stages) -> MultiprocExecutor:
     """Starts the ranks of a node other than node 0, which schedules for them. They end with the
     returned object. Raises ModelRefused."""
     arguments = engine_args(options)
     give_way()
-    progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
-    with told_refusal(options.model_path):
+    stages.progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
+    with told_refusal(options.model_path, stages):
         config = engine_config(arguments, headless=True)
         ranks = MultiprocExecutor(config, monitor_workers=False)
-    progress(f"node {options.node_rank} has loaded its ranks")
+    stages.progress(f"node {options.node_rank} has loaded its ranks")
     return ranks
 
 
 @contextmanager
-def told_refusal(model_path: str) -> Iterator[None]:
-    """Within it, what vLLM refuses raises ModelRefused."""
+def told_refusal(model_path: str, stages: Stages) -> Iterator[None]:
+    """Within it, what vLLM cannot load raises ModelRefused, with the cause in vLLM's processes if
+    they log one."""
     try:
         yield
-    except (ValueError, RuntimeError) as exc:
-        raise ModelRefused(f"vLLM does not load {model_path}: {line_of(exc)}") from exc
+    except (ModelRefused, PeerGone, MemoryError):
+        raise
+    except Exception as exc:  # a family that vLLM does not serve as it says
+        log.debug("the traceback of the refusal", exc_info=True)
+        reason = stages.failure or line_of(exc)
+        raise ModelRefused(f"vLLM does not load {model_path}: {reason}") from exc
 
 
 def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfig:
     """Returns the configuration that `vllm serve` would have, and logs the sizes of its steps.
-    Raises ValueError or RuntimeError for what vLLM refuses."""
+    Raises ValueError or RuntimeError for what vLLM refuses, and ModelRefused for a machine that
+    lacks the room."""
     given = [name for name in _SIZES if getattr(arguments, name) != getattr(EngineArgs, name)]
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     sizes = [getattr(config.scheduler_config, name) for name in _SIZES]
     origins = ["given" if name in given else "vLLM's default" for name in _SIZES]
     log.info("vLLM runs with %s", ", ".join(map("{}={} ({})".format, _SIZES, sizes, origins)))
+    _check_start(arguments, config)
     return config
+
+
+def _check_start(arguments: EngineArgs, config: VllmConfig) -> None:
+    """Raises ModelRefused if this machine cannot hold its ranks."""
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    num_ranks = parallel.world_size // parallel.nnodes  # on this machine
+    check_shm(num_ranks)
+    if arguments.quantization or arguments.cpu_offload_gb:
+        return  # how much remains is not known
+    gpus = () if current_platform.is_cpu() else visible_gpus(anew=True)
+    if not gpus and not current_platform.is_cpu():
+        return
+    dtype = str(model.dtype).removeprefix("torch.")
+    weight_bytes = least_weight_bytes(model.model, dtype, "none", on_gpu=bool(gpus))
+    share = 1.0 if cache.kv_cache_memory_bytes else cache.gpu_memory_utilization
+    rooms = rooms_of(gpus, num_ranks, share)
+    check_memory(weight_bytes // parallel.world_size, cache.kv_cache_memory_bytes or 0, rooms)
 
 
 def engine_args(

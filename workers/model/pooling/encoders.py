@@ -42,8 +42,6 @@ def runs_of_equal_length(lengths: Seq[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class Encoder(Protocol):
-    uses_types: bool  # the model tells the two texts of a pair by their types
-
     def encode(self, texts: Seq[Text]) -> Tensor:
         """Texts in order of length -> the rows that a head takes."""
 
@@ -54,7 +52,7 @@ class FlatEncoder:
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool) -> None:
         self._model = model
         self._device = device
-        self.uses_types = uses_types
+        self._uses_types = uses_types
         self._first_position = first_position(model)
         self._fixed = fixed_arguments(model)
 
@@ -68,7 +66,7 @@ class FlatEncoder:
             "position_ids": self._row(positions),
             STEP_KEYWORD: FlatStep(lengths),
         }
-        if self.uses_types:
+        if self._uses_types:
             type_ids = chain.from_iterable(text.type_ids for text in texts)
             arguments["token_type_ids"] = self._row(type_ids)
         hidden: Tensor = self._model(**arguments).last_hidden_state
@@ -132,7 +130,7 @@ class PaddedEncoder:
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool, pad_id: int) -> None:
         self._model = model
         self._device = device
-        self.uses_types = uses_types
+        self._uses_types = uses_types
         self._pad_id = pad_id
         self._fixed = fixed_arguments(model)
 
@@ -158,7 +156,7 @@ class PaddedEncoder:
             "input_ids": rectangle([text.token_ids for text in texts], self._pad_id),
             "attention_mask": mask,
         }
-        if self.uses_types:
+        if self._uses_types:
             arguments["token_type_ids"] = rectangle([text.type_ids for text in texts], 0)
         hidden: Tensor = self._model(**arguments).last_hidden_state
         return hidden[mask.bool()]

@@ -45,13 +45,16 @@ class PoolingRunner:
         is_normalized: bool,
         max_model_len: int,
         num_step_tokens: int,
+        examples: Seq[Text] = (),
     ) -> None:
-        """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
+        """`is_normalized`: a vector that is cut to fewer dimensions is normalised again.
+        `examples`: random texts, or pairs if the model tells the two of a pair by their types."""
         self.block_size = 16  # tokens; blocks are only counted
         self.shares_blocks = False
         self.num_state_slots = 0
         self.eos_token_ids = frozenset[int]()
         self.encoder = encoder
+        self.examples = examples
         self._head = head
         self._activation = activation
         self._is_normalized = is_normalized
@@ -133,8 +136,18 @@ class Trial:
         self._device = device
         self._max_error = MAX_ERROR[dtype]
         self._uses_types = uses_types
-        self._pad_id = _pad_id(config)
-        self.texts = random_texts(config, longest, uses_types=uses_types)
+        text_config = config.get_text_config()
+        pad_id = text_config.pad_token_id
+        self._pad_id = pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
+        window = getattr(text_config, "sliding_window", None)
+        lengths = [*_LENGTHS, *([window + 9] if isinstance(window, int) else [])]
+        generator = torch.Generator().manual_seed(0)
+        self.texts = []
+        for length in sorted(min(length, longest) for length in lengths):
+            ids = torch.randint(int(text_config.vocab_size), (length,), generator=generator)
+            ids[ids == self._pad_id] = (self._pad_id + 1) % int(text_config.vocab_size)
+            num_first = math.ceil(length / 2) if uses_types else 0
+            self.texts.append(Text(ids.tolist(), num_first))
 
     @torch.inference_mode()
     def alone_logits(self, whole: Any) -> Tensor:
@@ -156,7 +169,7 @@ class Trial:
         if share_attention(model):
             encoder = FlatEncoder(model, self._device, uses_types=uses_types)
             try:
-                error = largest_error(encoder.encode(self.texts), alone)
+                error = self.error(encoder.encode(self.texts), alone)
             except Exception as exc:  # transformers' code meets arguments that it does not expect
                 reason = first_line(exc)
             else:
@@ -165,7 +178,7 @@ class Trial:
                 reason = f"flat texts differ from each alone by {error:.1g}"
             use_own_attention(model)
         encoder = PaddedEncoder(model, self._device, uses_types=uses_types, pad_id=self._pad_id)
-        error = largest_error(encoder.encode(self.texts), alone)
+        error = self.error(encoder.encode(self.texts), alone)
         if not error <= self._max_error:
             raise ModelRefused(f"a text's vector depends on the texts beside it, by {error:.1g}")
         progress(f"texts are padded: {reason}")
@@ -174,7 +187,7 @@ class Trial:
     @torch.inference_mode()
     def check_head(self, head: Heads, encoder: Encoder, expected: Tensor, path: str) -> None:
         """Raises ModelRefused unless the classifier behind the encoder is the model's own."""
-        error = largest_error(head(encoder.encode(self.texts), self.texts), expected)
+        error = self.error(head(encoder.encode(self.texts), self.texts), expected)
         if not error <= self._max_error:
             raise ModelRefused(f"the classifier of {path} cannot be computed behind its encoder")
 
@@ -188,28 +201,8 @@ class Trial:
             arguments["token_type_ids"] = torch.tensor([text.type_ids], device=self._device)
         return arguments
 
-
-def random_texts(config: PretrainedConfig, longest: int, *, uses_types: bool) -> list[Text]:
-    """Texts, or pairs if `uses_types`, in order of length; one is longer than a sliding window."""
-    text_config = config.get_text_config()
-    pad_id, vocab_size = _pad_id(config), int(text_config.vocab_size)
-    window = getattr(text_config, "sliding_window", None)
-    lengths = [*_LENGTHS, *([window + 9] if isinstance(window, int) else [])]
-    generator = torch.Generator().manual_seed(0)
-    texts = []
-    for length in sorted(min(length, longest) for length in lengths):
-        ids = torch.randint(vocab_size, (length,), generator=generator)
-        ids[ids == pad_id] = (pad_id + 1) % vocab_size
-        texts.append(Text(ids.tolist(), math.ceil(length / 2) if uses_types else 0))
-    return texts
-
-
-def _pad_id(config: PretrainedConfig) -> int:
-    pad_id = config.get_text_config().pad_token_id
-    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
-
-
-def largest_error(found: Tensor, expected: Tensor) -> float:
-    """The largest distance of two rows, as a share of the expected row's length."""
-    lengths = expected.float().norm(dim=1).clamp(min=1e-6)
-    return float(((found.float() - expected.float()).norm(dim=1) / lengths).max())
+    @staticmethod
+    def error(found: Tensor, expected: Tensor) -> float:
+        """The largest distance of two rows, as a share of the expected row's length."""
+        lengths = expected.float().norm(dim=1).clamp(min=1e-6)
+        return float(((found.float() - expected.float()).norm(dim=1) / lengths).max())
