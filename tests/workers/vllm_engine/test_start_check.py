@@ -1,0 +1,112 @@
+"""What a start of vLLM needs is checked before weights are read: releases, memory, /dev/shm. Each
+refusal is one sentence with the figures. Needs no vLLM."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.nvidia_smi import fake_gpus
+from workers.engine.interface import ModelRefused
+from workers.model.nvidia import Gpu, visible_gpus
+from workers.vllm_engine.start_check import check_memory, check_release, check_shm, rooms_of
+
+GIB = 2**30
+KNOWN = ("0.31.0", "0.32.0", "0.32.1rc2", "0.33.0", "0.33.7.post1", "0.33.0+cu130")
+UNKNOWN = ("0.30.2", "0.9.1", "0.34.0", "0.34.0rc1", "0.310.0", "1.0.0", "1.32.0", "2.0")
+
+
+@pytest.mark.parametrize("release", [*KNOWN, "0.34.0.dev12+g1234", "dev", ""])
+def test_a_known_release_starts(release: str) -> None:
+    """And one of other sources, whose number tells nothing."""
+    check_release(release)
+
+
+@pytest.mark.parametrize("release", UNKNOWN)
+def test_a_release_that_was_not_tried_is_refused(release: str) -> None:
+    with pytest.raises(ModelRefused, match=r"batchway drives 0[.]31 to 0[.]33") as refused:
+        check_release(release)
+
+    assert f"vLLM {release}, " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_free", "is_refused"),
+    [
+        (1, 0, False),
+        (1, 64 * 2**20, False),
+        (2, 64 * 2**20, True),  # what a container has by default
+        (8, 64 * 2**20, True),
+        (8, 511 * 2**20, True),
+        (2, GIB, False),
+        (8, 8 * GIB, False),
+    ],
+)
+def test_several_ranks_need_shared_memory(num_ranks: int, num_free: int, is_refused: bool) -> None:
+    if not is_refused:
+        check_shm(num_ranks, num_free)
+        return
+    with pytest.raises(
+        ModelRefused, match=f"/dev/shm has .* GiB free, and {num_ranks} ranks"
+    ) as no:
+        check_shm(num_ranks, num_free)
+    assert "--shm-size" in str(no.value)
+
+
+def gpu(index: int, total_gib: float | None = 80, free_gib: float | None = 80) -> Gpu:
+    sizes = (None if gib is None else int(gib * GIB) for gib in (total_gib, free_gib))
+    return Gpu(str(index), f"GPU-{index}", "NVIDIA A100", "580.1", *sizes)
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "kv_gib", "gpus", "num_ranks", "share", "refused"),
+    [
+        (70, 0, (gpu(0),), 1, 0.92, None),
+        (74, 0, (gpu(0),), 1, 0.92, "GPU 0 (NVIDIA A100) has 73.6 GiB"),
+        (74, 0, (gpu(0),), 1, 1.0, None),
+        (70, 0, (gpu(0, 80, 40),), 1, 0.92, "GPU 0 (NVIDIA A100) has 40 GiB"),
+        (30, 20, (gpu(0, 80, 40),), 1, 1.0, "30 GiB for weights and 20 GiB for its KV cache"),
+        (30, 5, (gpu(0, 80, 40),), 1, 1.0, None),
+        (30, 0, (gpu(0), gpu(1, 80, 20)), 1, 0.92, None),
+        (30, 0, (gpu(0), gpu(1, 80, 20)), 2, 0.92, "GPU 1 (NVIDIA A100) has 20 GiB"),
+        (500, 0, (gpu(0, None, None),), 1, 0.92, None),
+        (500, 0, (gpu(0, 80, None), gpu(1, None, 80)), 2, 0.92, None),
+        (0, 0, (gpu(0, 80, 0.1),), 1, 0.92, None),
+    ],
+)
+def test_a_gpu_must_hold_weights_and_kv_cache(
+    weights_gib: float,
+    kv_gib: float,
+    gpus: tuple[Gpu, ...],
+    num_ranks: int,
+    share: float,
+    refused: str | None,
+) -> None:
+    """What nvidia-smi does not know is left to vLLM."""
+    rooms = rooms_of(gpus, num_ranks, share)
+    if refused is None:
+        check_memory(int(weights_gib * GIB), int(kv_gib * GIB), rooms)
+        return
+    with pytest.raises(ModelRefused) as no:
+        check_memory(int(weights_gib * GIB), int(kv_gib * GIB), rooms)
+    assert refused in str(no.value)
+    assert "each rank of vLLM needs" in str(no.value)
+
+
+def test_the_ranks_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.vllm_engine.start_check.free_cpu_bytes", lambda: 8 * GIB)
+    check_memory(3 * GIB, GIB, rooms_of((), 2, 0.92))
+
+    with pytest.raises(ModelRefused, match="this machine has 4 GiB for it"):
+        check_memory(4 * GIB, GIB, rooms_of((), 2, 0.92))
+
+
+def test_the_free_memory_is_that_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was killed may still have had it when this one began."""
+    row = "0, GPU-a, NVIDIA A100, 580.1, 81920, "
+    fake_gpus(tmp_path, monkeypatch, f"{row}1024")
+    before = rooms_of(visible_gpus(), 1, 1.0)
+    fake_gpus(tmp_path, monkeypatch, f"{row}70000")
+
+    after = rooms_of(visible_gpus(anew=True), 1, 1.0)
+
+    assert [*before.values(), *after.values()] == [1024 * 2**20, 70000 * 2**20]
