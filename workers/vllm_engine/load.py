@@ -42,6 +42,7 @@ _NUM_TOKENS = 4
 _LOOK_S = 0.5
 _GRACE_S = 2.0  # for vLLM to say why its process has ended
 _MAX_MESSAGE = 500
+_NUM_CHUNKS = 10  # of vLLM's queue of steps (MessageQueue), each of VLLM_MQ_MAX_CHUNK_BYTES_MB
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "stream_interval")
 
 
@@ -211,7 +212,7 @@ def _check_start(arguments: EngineArgs, config: VllmConfig) -> None:
     """Raises ModelRefused if this machine cannot hold its ranks."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     num_ranks = parallel.world_size // parallel.nnodes  # on this machine
-    check_shm(num_ranks)
+    check_shm(parallel.world_size, _NUM_CHUNKS * envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20)
     if arguments.quantization or arguments.cpu_offload_gb:
         return  # how much remains is not known
     gpus = () if current_platform.is_cpu() else visible_gpus(anew=True)

@@ -17,7 +17,6 @@ from workers.model.nvidia import Gpu
 
 _OLDEST, _NEWEST = (0, 31), (0, 33)  # as scripts/setup-vllm
 _SHM = Path("/dev/shm")  # noqa: S108
-_SHM_BYTES = 2**27  # for each rank
 
 
 def installed_release() -> str:
@@ -39,16 +38,16 @@ def check_release(release: str) -> None:
         )
 
 
-def check_shm(num_ranks: int, num_free: int | None = None) -> None:
-    """Raises ModelRefused if /dev/shm lacks room for so many ranks on this machine. `num_free`:
-    its bytes, by default what is there."""
+def check_shm(num_ranks: int, needed: int, num_free: int | None = None) -> None:
+    """Raises ModelRefused if /dev/shm lacks the bytes that the messages of several ranks may take:
+    the step that is the first to touch more would kill vLLM. `num_free`: by default what is free
+    there."""
     if num_free is None:
-        num_free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else sys.maxsize
-    needed = num_ranks * _SHM_BYTES
+        num_free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else needed
     if num_ranks > 1 and num_free < needed:
         raise ModelRefused(
-            f"{_SHM} has {_gib(num_free)} free, and {num_ranks} ranks of vLLM need "
-            f"{_gib(needed)}: start the container with --ipc=host or --shm-size"
+            f"{_SHM} has {_gib(num_free)} free, and the messages between {num_ranks} ranks of vLLM "
+            f"may take {_gib(needed)}: start the container with --ipc=host or a larger --shm-size"
         )
 
 

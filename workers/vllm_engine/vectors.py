@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm import LLMEngine, PoolingParams
+from vllm.entrypoints.pooling.scoring.utils import compress_token_type_ids
 
 from workers.engine.interface import LoadedModel, ModelRefused
 from workers.ipc.messages import EngineOptions
@@ -46,7 +47,8 @@ class HostedTexts:
         for number, text in enumerate(texts, first):
             params = PoolingParams(task=self._task, use_activation=False)
             if text.num_first:
-                params.extra_kwargs = {"compressed_token_type_ids": text.num_first}
+                types = compress_token_type_ids(text.type_ids)  # its form differs with releases
+                params.extra_kwargs = {"compressed_token_type_ids": types}
             self._llm.add_request(str(number), {"prompt_token_ids": [*text.token_ids]}, params)
         vectors: dict[str, Tensor] = {}
         while len(vectors) < len(texts):

@@ -29,27 +29,39 @@ def test_a_release_that_was_not_tried_is_refused(release: str) -> None:
     assert f"vLLM {release}, " in str(refused.value)
 
 
+NEEDED = 160 * 2**20
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_free", "is_refused"),
     [
         (1, 0, False),
         (1, 64 * 2**20, False),
         (2, 64 * 2**20, True),  # what a container has by default
+        (2, NEEDED - 1, True),
+        (2, NEEDED, False),
         (8, 64 * 2**20, True),
-        (8, 511 * 2**20, True),
-        (2, GIB, False),
-        (8, 8 * GIB, False),
+        (8, GIB, False),
     ],
 )
 def test_several_ranks_need_shared_memory(num_ranks: int, num_free: int, is_refused: bool) -> None:
     if not is_refused:
-        check_shm(num_ranks, num_free)
+        check_shm(num_ranks, NEEDED, num_free)
         return
-    with pytest.raises(
-        ModelRefused, match=f"/dev/shm has .* GiB free, and {num_ranks} ranks"
-    ) as no:
-        check_shm(num_ranks, num_free)
+    with pytest.raises(ModelRefused, match=r"/dev/shm has .* GiB free") as no:
+        check_shm(num_ranks, NEEDED, num_free)
+    assert f"between {num_ranks} ranks of vLLM may take 0.156 GiB" in str(no.value)
     assert "--shm-size" in str(no.value)
+
+
+def test_what_is_free_in_shared_memory_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the folder, as on macOS, vLLM decides."""
+    with pytest.raises(ModelRefused, match=r"may take 1e[+]06 GiB"):
+        check_shm(2, 10**6 * GIB)
+    monkeypatch.setattr("workers.vllm_engine.start_check._SHM", tmp_path / "none")
+    check_shm(2, 10**6 * GIB)
 
 
 def gpu(index: int, total_gib: float | None = 80, free_gib: float | None = 80) -> Gpu:
