@@ -1,11 +1,13 @@
 """What a start of vLLM needs is checked before weights are read: releases, memory, /dev/shm. Each
 refusal is one sentence with the figures. Needs no vLLM."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.nvidia_smi import fake_gpus
+from tests.vllm_environment import ROOT
 from workers.engine.interface import ModelRefused
 from workers.model.nvidia import Gpu, visible_gpus
 from workers.vllm_engine.start_check import check_memory, check_release, check_shm, rooms_of
@@ -27,6 +29,15 @@ def test_a_release_that_was_not_tried_is_refused(release: str) -> None:
         check_release(release)
 
     assert f"vLLM {release}, " in str(refused.value)
+
+
+def test_the_known_releases_are_those_that_scripts_install() -> None:
+    script = (ROOT / "scripts" / "setup-vllm").read_text()
+    installed = re.findall(r"\[(?:oldest|newest)\]=([\d.]+)", script)
+    assert len(installed) == 3
+
+    for release in installed:
+        check_release(release)
 
 
 NEEDED = 160 * 2**20
