@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -69,11 +70,8 @@ def _query(program: str) -> tuple[Gpu, ...]:
     )
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ, *, anew: bool = False) -> tuple[Gpu, ...]:
-    """The GPUs that a process with these variables may use: who has one is decided here. `anew`:
-    with the memory that is free now."""
-    if anew:
-        _query.cache_clear()
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The GPUs that a process with these variables may use: who has one is decided here."""
     return shown_gpus(installed_gpus(), environ.get(VISIBLE_VARIABLE))
 
 
@@ -110,13 +108,11 @@ def driver_fault(driver: str, cuda: str | None) -> str | None:
 
 
 def _libcuda_major() -> int:
-    """The major version of CUDA that the driver's library has, which a compatibility package may
-    raise above the driver's own; 0 without a library."""
+    """The major version of CUDA in the driver's library, which a compatibility package may raise
+    above the driver's own; 0 without a library."""
     found = ctypes.c_int()
-    try:
+    with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):
-        return 0
     return found.value // 1000
 
 

@@ -26,7 +26,7 @@ from workers.model.nvidia import unusable_gpu, visible_gpus
 from workers.model.pooling.folder import read_folder
 from workers.vllm_engine.compile_cache import use_compile_cache
 from workers.vllm_engine.stages import Stages
-from workers.vllm_engine.start_check import check_release, installed_release
+from workers.vllm_engine.start_check import check_release
 
 log = logging.getLogger("batchway.engine")
 
@@ -76,14 +76,15 @@ def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[JobEngine, EngineReady, int]:
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
-    check_release(installed_release())
     vectors = read_folder(options.model_path, options.revision)
     use_compile_cache(options.model_path)
     stages = Stages(progress)
     stages.progress("importing vLLM")
     with stages.timed("imports"):
         import torch
+        from vllm import __version__
 
+        check_release(__version__)
         fault = unusable_gpu(visible_gpus(), torch.version.cuda)
         if fault and options.device != "cpu":
             helps = ", by scripts/setup-vllm, or give --device cpu"

