@@ -110,7 +110,7 @@ def test_what_vllm_does_not_compute_is_refused(
     ],
 )
 def test_vllm_reads_what_transformers_no_longer_writes(
-    config: dict[str, str], expected: dict[str, str], tmp_path: Path
+    config: dict[str, Any], expected: dict[str, str], tmp_path: Path
 ) -> None:
     config = {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", **config}
 
