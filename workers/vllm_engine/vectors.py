@@ -35,8 +35,9 @@ class HostedTexts:
     """Texts as requests of vLLM: an Encoder. Its rows are vectors, (number of texts, H), neither
     normalised nor with an activation."""
 
-    def __init__(self, llm: LLMEngine, task: str) -> None:
+    def __init__(self, llm: LLMEngine, task: str, *, uses_types: bool) -> None:
         self._llm = llm
+        self._uses_types = uses_types
         self._task = task
         self._num_texts = 0
 
@@ -46,7 +47,7 @@ class HostedTexts:
         self._num_texts += len(texts)
         for number, text in enumerate(texts, first):
             params = PoolingParams(task=self._task, use_activation=False)
-            if text.num_first:
+            if self._uses_types and text.num_first:
                 types = compress_token_type_ids(text.type_ids)  # its form differs with releases
                 params.extra_kwargs = {"compressed_token_type_ids": types}
             self._llm.add_request(str(number), {"prompt_token_ids": [*text.token_ids]}, params)
@@ -81,18 +82,20 @@ def load_vectors(
     assert isinstance(reference, PoolingRunner)
     assert card is not None
     embeds = isinstance(found.steps[0], Pool)
+    uses_types = any(text.num_first for text in reference.examples)
     device = torch.device("cuda" if gpus else "cpu")
     num_step_tokens = options.max_num_batched_tokens or default_step_tokens(device)
     runner = PoolingRunner(
-        HostedTexts(llm, "embed" if embeds else "classify"),
+        HostedTexts(llm, "embed" if embeds else "classify", uses_types=uses_types),
         lambda rows, texts: F.normalize(rows.float(), dim=-1) if found.is_normalized else rows,
         activation=card.activation,
         is_normalized=found.is_normalized,
         max_model_len=min(reference.max_model_len, model.max_model_len),
         num_step_tokens=num_step_tokens,
     )
-    # An embedding is of one text, whose tokens have one type.
-    texts = [Text(text.token_ids, text.num_first * (not embeds)) for text in reference.examples]
+    texts = reference.examples
+    if embeds:  # of single texts
+        texts = [Text(text.token_ids) for text in texts]
     with stages.timed("first step"):
         load.watch_first_step(lambda: runner.measure_rate(texts[-1], num_step_tokens), path)
     vectors, expected = runner.compute(texts), reference.compute(texts)
