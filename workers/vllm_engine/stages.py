@@ -63,18 +63,18 @@ class Stages:
             yield
             return
         with tempfile.TemporaryDirectory(prefix="batchway-") as folder:
-            receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            receiver.bind(address := f"{folder}/log")
+            # Datagrams, so that vLLM neither waits for this process nor misses it once it has died.
+            receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            receiver.bind(("127.0.0.1", 0))
             config = deepcopy(vllm_config)
             handler = {"class": "logging.handlers.SysLogHandler", "level": "INFO"}
-            config["handlers"]["stages"] = {**handler, "address": address}
+            config["handlers"]["stages"] = {**handler, "address": receiver.getsockname()}
             logger = config["loggers"]["vllm"]
             logger["handlers"] = [*logger["handlers"], "stages"]
             logger["level"] = "DEBUG" if logger["level"] == "DEBUG" else "INFO"
             os.environ[_CONFIG_VARIABLE] = f"{folder}/logging.json"
             Path(folder, "logging.json").write_text(json.dumps(config), "utf-8")
             logging.config.dictConfig(config)  # for processes that are forked
-            # For ever: vLLM would wait for a full socket.
             threading.Thread(target=self._receive, args=[receiver], daemon=True).start()
             yield
 
