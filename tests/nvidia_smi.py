@@ -8,8 +8,8 @@ import pytest
 from workers.model.nvidia import VISIBLE_VARIABLE
 
 ROWS = (
-    "0, GPU-aaaa, NVIDIA A100-SXM4-80GB, 535.104.05, 81920",
-    "1, GPU-bbbb, NVIDIA GB10, 535.104.05, [N/A]",  # it shares the CPU's memory
+    "0, GPU-aaaa, NVIDIA A100-SXM4-80GB, 535.104.05, 81920, 40960",
+    "1, GPU-bbbb, NVIDIA GB10, 535.104.05, [N/A], [N/A]",  # it shares the CPU's memory
 )
 
 

@@ -148,8 +148,9 @@ def save_embedder(
     is_normalized: bool = True,
     prompts: dict[str, str] | None = None,
     default_prompt: str | None = None,
+    **changes: Any,
 ) -> Path:
-    """A folder that SentenceTransformer has saved."""
+    """A folder that SentenceTransformer has saved. `changes`: of the configuration."""
     import torch
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -160,7 +161,7 @@ def save_embedder(
         Transformer,
     )
 
-    base = save_base(family, folder / "base", transformers.AutoModel)
+    base = save_base(family, folder / "base", transformers.AutoModel, **changes)
     modules: list[Any] = [Transformer(str(base))]
     modules.append(Pooling(32, pooling_mode=mode if isinstance(mode, str) else tuple(mode)))
     torch.manual_seed(1)
@@ -185,16 +186,16 @@ def save_classifier(family: str, folder: Path, num_labels: int, **changes: Any) 
     return save_base(family, folder, auto_class, num_labels=num_labels, **changes)
 
 
-def save_reranker(folder: Path) -> Path:
+def save_reranker(folder: Path, false_id: int | None = 50, **changes: Any) -> Path:
     """As Qwen3-Reranker: a decoder, the log-odds of two tokens, and a template for pairs."""
     import transformers
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder.modules import LogitScore
     from sentence_transformers.sentence_transformer.modules import Transformer
 
-    base = save_base("qwen3", folder / "base", transformers.AutoModelForCausalLM)
+    base = save_base("qwen3", folder / "base", transformers.AutoModelForCausalLM, **changes)
     save_tokenizer(base, PAIR_TEMPLATE)
-    modules = [Transformer(str(base), transformer_task="text-generation"), LogitScore(40, 50)]
+    modules = [Transformer(str(base), transformer_task="text-generation"), LogitScore(40, false_id)]
     CrossEncoder(
         modules=modules,
         prompts={"web": "Given a web search query, find passages"},

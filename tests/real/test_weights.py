@@ -24,6 +24,7 @@ from contract.telemetry.metrics_reader import MetricsSamples
 from tests.fleet import Program
 from tests.real.parts import MINILM, SMOLLM2, needs_parts
 from tests.real.server import until_true
+from tests.vllm_environment import vllm_arguments
 
 pytestmark = [pytest.mark.campaign, pytest.mark.e2e, pytest.mark.timeout(600), needs_parts]
 
@@ -177,11 +178,11 @@ def _chat(prompt_ids: Sequence[int], parts: Sequence[dict[str, Any]]) -> Chat:
     )
 
 
-def worker_of(model: Path, name: str, redis_url: str, kv_gib: float) -> Program:
+def worker_of(model: Path, name: str, redis_url: str, kv_gib: float, *more: str) -> Program:
     """Takes a lapsed worker's jobs within two seconds, and ends within three of a SIGTERM."""
     words = ("--namespace=test", f"--model={model}", f"--served-model-name={name}")
     times = ("--lease-s=2", "--drain-s=3")
-    options = (*words, *times, f"--kv-cache-gib={kv_gib}")
+    options = (*words, *times, f"--kv-cache-gib={kv_gib}", *more)
     return Program("infra", "worker", *options, environ={"REDIS_URL": redis_url})
 
 
@@ -331,10 +332,12 @@ def test_preempted_chats_are_those_of_transformers(served: Served) -> None:
     assert served.counted("num_preemptions_total") > before
 
 
+@pytest.mark.parametrize("engine", ["own", "vllm"])
 def test_embeddings_of_minilm_are_those_of_sentence_transformers(
-    real_gateway: str, real_redis: str
+    engine: str, real_gateway: str, real_redis: str
 ) -> None:
-    worker = worker_of(MINILM, "minilm", real_redis, 0.1)
+    options = vllm_arguments() if engine == "vllm" else ()
+    worker = worker_of(MINILM, "minilm", real_redis, 0.1, *options)
     try:
         until_ready(real_gateway, "minilm", [worker])
         with openai.OpenAI(base_url=f"{real_gateway}/v1", api_key="none") as client:

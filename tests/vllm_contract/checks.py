@@ -6,10 +6,13 @@ makes vLLM configure itself as on one.
 """
 
 import inspect
+import json
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -38,7 +41,9 @@ class _Hopper(CudaPlatformBase):  # type: ignore[misc]  # vLLM is not installed 
 vllm.platforms._current_platform = _Hopper()
 
 import vllm.v1.worker.cpu.shm  # noqa: E402  its stand-ins for pinned memory
-from vllm import AsyncEngineArgs, LLMEngine  # noqa: E402
+from vllm import AsyncEngineArgs, LLMEngine, PoolingParams  # noqa: E402
+from vllm.entrypoints.pooling.scoring.utils import compress_token_type_ids  # noqa: E402
+from vllm.logger import DEFAULT_LOGGING_CONFIG  # noqa: E402
 from vllm.model_executor.model_loader import get_model_cls  # noqa: E402
 from vllm.model_executor.models.interfaces import SupportsMultiModal  # noqa: E402
 from vllm.multimodal.image import convert_image_mode  # noqa: E402
@@ -69,6 +74,7 @@ from workers.vllm_engine.hosted import Stats  # noqa: E402
 from workers.vllm_engine.load import engine_args, engine_config  # noqa: E402
 from workers.vllm_engine.runner_v1_compat import SeededSampling  # noqa: E402
 from workers.vllm_engine.sampling import grammars_of, sampling_of  # noqa: E402
+from workers.vllm_engine.stages import Stages  # noqa: E402
 
 _OURS = {
     "model_config.generation_config",
@@ -96,6 +102,8 @@ def main(model: str) -> None:
     _check_types()
     _check_calls(config)
     _check_sizes(model)
+    _check_vectors(model)
+    _check_log()
     for number, (kind, params) in enumerate(KINDS.items()):
         _check_resume(kind, Runner(config, sampling), params, number)
     print(f"vLLM {vllm.__version__}: {len(KINDS)} kinds of jobs resume with the same tokens")
@@ -157,6 +165,43 @@ def _check_sizes(model: str) -> None:
         assert {name: getattr(found, name) for name in _SIZES} == sizes | expected, given
     forgetful = engine_config(engine_args(msgspec.structs.replace(plain, prefix_caching=False)))
     assert not forgetful.cache_config.enable_prefix_caching
+
+
+def _check_vectors(model: str) -> None:
+    """vLLM pools as it is told, and takes the requests for vectors."""
+    pooler = {"use_activation": False, "seq_pooling_type": "MEAN"}
+    arguments = {"runner": "pooling", "pooler_config": json.dumps(pooler)}
+    options = EngineOptions(model_path=model, prefix_caching=False)
+    config = engine_config(engine_args(options, arguments))
+    found = config.model_config.pooler_config
+    assert {name: getattr(found, name) for name in pooler} == pooler
+    assert not config.cache_config.enable_prefix_caching
+    for task in ("embed", "classify"):
+        params = PoolingParams(task=task, use_activation=False)
+        params.extra_kwargs = {"compressed_token_type_ids": compress_token_type_ids([0, 1])}
+        params.verify(config.model_config)
+        inspect.signature(LLMEngine.add_request).bind(None, "id", {}, params)
+        assert params.use_activation is False
+
+
+def _check_log() -> None:
+    """vLLM's processes log as `Stages` expects it."""
+    logger = DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]
+    assert {"handlers", "level"} <= logger.keys() <= {"handlers", "level", "propagate"}
+    for stage, file in (
+        ("weights", "model_executor/model_loader/default_loader.py"),
+        ("compile", "compilation/monitor.py"),
+        ("compile", "compilation/decorators.py"),
+        ("graphs", "v1/worker/gpu/model_runner.py"),
+        ("graphs", "v1/worker/gpu_model_runner.py"),
+    ):
+        source = Path(vllm.__file__).parent.joinpath(file).read_text()
+        source = re.sub(r'"\s*\n\s*"', "", source)  # a text in several lines
+        told: list[str] = []
+        stages = Stages(told.append)
+        for text in re.findall(r'"(.*(?:took|finished in).*)"', source):
+            stages.take(re.sub(r"%[.\d]*[fs]", "1.0", text.removeprefix("%s")), 0.0)
+        assert f"{stage}: 1.0 s" in told, (stage, file)
 
 
 def _differences(one: Any, other: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION, ModelFiles
-from workers.model.weight_headers import read_shapes, weight_files
+from workers.model.weight_headers import read_tensors, weight_files
 
 _ADAPTER_FILE = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -115,6 +115,7 @@ def check_on_hub(model_path: str, revision: str = DEFAULT_REVISION) -> None:
 
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CONVERTED = ("F64", "F32", "F16", "BF16")  # types in safetensors; others are loaded as they are
 
 
 def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu: bool) -> int:
@@ -124,10 +125,13 @@ def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu
     if not files.is_local:
         return 0
     try:
-        shapes = [read_shapes(files, name).values() for name in weight_files(files)]
+        stored = [read_tensors(files, name).values() for name in weight_files(files)]
     except (OSError, ModelRefused):
         return 0  # the loader says what is wrong
-    num_parameters = sum(map(math.prod, chain.from_iterable(shapes)))
-    if quantization == "int8":
-        return num_parameters
-    return num_parameters * _BYTES.get(dtype, 2 if on_gpu else 4)
+    each = 1 if quantization == "int8" else _BYTES.get(dtype, 2 if on_gpu else 4)
+    return sum(
+        each * math.prod(tensor.shape)
+        if tensor.dtype in _CONVERTED
+        else tensor.data_offsets[1] - tensor.data_offsets[0]
+        for tensor in chain.from_iterable(stored)
+    )

@@ -1,11 +1,13 @@
 """NVIDIA GPUs as nvidia-smi shows them, and what they need before torch can use them. Imports no
 torch, so that commands can look before anything is loaded."""
 
+import ctypes
 import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +15,7 @@ log = logging.getLogger("batchway.engine")
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _TIMEOUT_S = 30.0  # without nvidia-persistenced the driver starts anew for each query
-_QUERY = ("index", "uuid", "name", "driver_version", "memory.total")
+_QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.free")
 _NO_DEVICES = "No devices were found"
 # The first driver for each major version of CUDA; minor versions need no other.
 _LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -21,13 +23,15 @@ _LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine. `num_bytes`: of its memory; None where nvidia-smi does not know."""
+    """A GPU of this machine. `num_bytes`: of its memory, of which `num_free` were free when it was
+    looked for; None where nvidia-smi does not know."""
 
     index: str
     uuid: str
     name: str
     driver: str  # its version, as 580.65.06
     num_bytes: int | None
+    num_free: int | None
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
@@ -55,8 +59,14 @@ def _query(program: str) -> tuple[Gpu, ...]:
     rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
     rows = [row for row in rows if len(row) == len(_QUERY)]
     return tuple(
-        Gpu(index, uuid, name, driver, int(memory) * 2**20 if memory.isdigit() else None)
-        for index, uuid, name, driver, memory in rows
+        Gpu(
+            index,
+            uuid,
+            name,
+            driver,
+            *(int(size) * 2**20 if size.isdigit() else None for size in sizes),
+        )
+        for index, uuid, name, driver, *sizes in rows
     )
 
 
@@ -89,12 +99,21 @@ def driver_fault(driver: str, cuda: str | None) -> str | None:
     if cuda is None:
         return "this torch is built without CUDA: install a CUDA build"
     needed = _LEAST_DRIVERS.get(_major(cuda))
-    if needed is None or not 0 < _major(driver) < needed:
+    if needed is None or not 0 < _major(driver) < needed or _libcuda_major() >= _major(cuda):
         return None
     return (
         f"its driver is {driver}, and torch for CUDA {cuda} needs {needed} or later: install a "
         "newer driver, or torch for an older CUDA"
     )
+
+
+def _libcuda_major() -> int:
+    """The major version of CUDA in the driver's library, which a compatibility package may raise
+    above the driver's own; 0 without a library."""
+    found = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return found.value // 1000
 
 
 def _major(version: str) -> int:

@@ -47,9 +47,10 @@ def check_weights(files: ModelFiles, raw: Mapping[str, Any], text: Mapping[str, 
     config.json says. `raw`: its content; `text`: that of a text model within it, or empty. Raises
     ModelRefused."""
     path, config = files.model_path, {**raw, **text}
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in weight_files(files):
-        shapes |= read_shapes(files, name)
+        tensors |= read_tensors(files, name)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     indexed = {} if files.find(_SINGLE) else files.read_object(INDEX)["weight_map"]
     if missing := sorted(indexed.keys() - shapes.keys()):
         raise ModelRefused(
@@ -99,21 +100,22 @@ def weight_files(files: ModelFiles) -> list[str]:
     return named
 
 
-class _Tensor(msgspec.Struct):
-    """An entry of a header; that of the metadata has neither field."""
+class StoredTensor(msgspec.Struct):
+    """An entry of a header; that of the metadata has none of the fields."""
 
+    dtype: str = ""
     shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
 
 
-def read_shapes(files: ModelFiles, name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors by their names. Raises ModelRefused if it is damaged."""
+def read_tensors(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
+    """A file's tensors by their names. Raises ModelRefused if it is damaged."""
     num_bytes = (files.folder / name).stat().st_size
     with (files.folder / name).open("rb") as opened:
         start = 8 + int.from_bytes(opened.read(8), "little")
         header = opened.read(min(start - 8, _MAX_HEADER_BYTES))
     try:
-        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+        tensors = msgspec.json.decode(header, type=dict[str, StoredTensor])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         tensors = {}
     tensors.pop("__metadata__", None)
@@ -124,4 +126,4 @@ def read_shapes(files: ModelFiles, name: str) -> dict[str, tuple[int, ...]]:
             f"{name} of {files.model_path} is cut or damaged: its {num_bytes} bytes are not what "
             "its header describes; download it again"
         )
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return tensors

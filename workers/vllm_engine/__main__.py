@@ -14,14 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from workers.engine.interface import ModelRefused
 from workers.engine.jobs import JobEngine
-from workers.engine_process.engine_loop import ExitCode, main
+from workers.engine_process.engine_loop import ExitCode, main, start_own
 from workers.ipc.messages import EngineOptions, EngineReady
 from workers.ipc.nodes import meet
 from workers.model.nvidia import unusable_gpu, visible_gpus
+from workers.model.pooling.folder import read_folder
+from workers.vllm_engine.compile_cache import use_compile_cache
+from workers.vllm_engine.stages import Stages
+from workers.vllm_engine.start_check import check_release
 
 log = logging.getLogger("batchway.engine")
 
@@ -71,28 +76,39 @@ def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[JobEngine, EngineReady, int]:
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
-    import torch
+    vectors = read_folder(options.model_path, options.revision)
+    use_compile_cache(options.model_path)
+    stages = Stages(progress)
+    stages.progress("importing vLLM")
+    with stages.timed("imports"):
+        import torch
+        from vllm import __version__
 
-    fault = unusable_gpu(visible_gpus(), torch.version.cuda)
-    if fault and torch.version.cuda is None and options.device != "cpu":
-        raise ModelRefused(f"{fault}, by scripts/setup-vllm, or give --device cpu")
-    from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
+        check_release(__version__)
+        fault = unusable_gpu(visible_gpus(), torch.version.cuda)
+        if fault and options.device != "cpu":
+            helps = ", by scripts/setup-vllm, or give --device cpu"
+            raise ModelRefused(fault + helps * (torch.version.cuda is None))
+        from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+        from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
 
     if options.nodes > 1:
         engine_args(options)  # what vLLM refuses is refused before the nodes wait for each other
         try:
-            options = meet(options, progress, lambda: _leave(ExitCode.CRASHED))
+            options = meet(options, stages.progress, lambda: _leave(ExitCode.CRASHED))
         except OSError as exc:
             raise ModelRefused(f"--master {options.master}: {exc.strerror}") from exc
-    if options.node_rank > 0:
-        _ranks = start_ranks(options, progress)
-        _end_with_vllm()
-    try:
-        started = start_vllm(options, progress)
-    except ModelRefused as refusal:
-        if fault is None:
-            raise
-        raise ModelRefused(f"{refusal}; {fault}") from refusal
+    with stages.listening(DEFAULT_LOGGING_CONFIG):
+        if options.node_rank > 0:
+            _ranks = start_ranks(options, stages)
+            _end_with_vllm()
+        if vectors is None:
+            started: tuple[JobEngine, EngineReady, int] = start_vllm(options, stages)
+        else:
+            from workers.vllm_engine.vectors import load_vectors
+
+            started = start_own(partial(load_vectors, vectors, stages))(options, stages.progress)
     threading.Thread(target=_end_with_vllm, daemon=True).start()
     return started
 

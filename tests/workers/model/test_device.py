@@ -1,6 +1,10 @@
 """What is refused before a model is loaded, as functions of what was found. The machine's GPU is a
 script named nvidia-smi, where one is needed."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,8 +30,8 @@ from workers.model.nvidia import (
 
 GIB = 2**30
 GPUS = (
-    Gpu("0", "GPU-aaaa", "NVIDIA A100", "535.104.05", 80 * GIB),
-    Gpu("1", "GPU-bbbb", "NVIDIA T4", "535.104.05", 15 * GIB),
+    Gpu("0", "GPU-aaaa", "NVIDIA A100", "535.104.05", 80 * GIB, 40 * GIB),
+    Gpu("1", "GPU-bbbb", "NVIDIA T4", "535.104.05", 15 * GIB, None),
 )
 
 
@@ -41,8 +45,9 @@ def test_a_gpu_is_what_nvidia_smi_sees(tmp_path: Path, monkeypatch: pytest.Monke
     assert visible_gpus({}) == ()
     fake_gpus(tmp_path, monkeypatch, "WARNING: infoROM is corrupted at gpu 0000:01:00.0", *ROWS)
     first, second = installed_gpus()
-    assert first == Gpu("0", "GPU-aaaa", "NVIDIA A100-SXM4-80GB", "535.104.05", 80 * GIB)
-    assert (second.name, second.num_bytes) == ("NVIDIA GB10", None)
+    a100 = "0", "GPU-aaaa", "NVIDIA A100-SXM4-80GB", "535.104.05"
+    assert first == Gpu(*a100, 80 * GIB, 40 * GIB)
+    assert (second.name, second.num_bytes, second.num_free) == ("NVIDIA GB10", None, None)
     assert visible_gpus({VISIBLE_VARIABLE: "1"}) == (second,)
 
 
@@ -119,6 +124,26 @@ def test_a_driver_may_be_too_old(driver: str, cuda: str, needed: str | None) -> 
         assert fault is not None
         for part in (f"driver is {driver}", f"CUDA {cuda}", f"needs {needed} or later"):
             assert part in fault
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("release", "is_fault"), [(12080, True), (13000, False), (13020, False)])
+def test_a_compatibility_package_makes_an_old_driver_do(
+    release: int, is_fault: bool, tmp_path: Path
+) -> None:
+    """Its libcuda.so.1 comes before the driver's own."""
+    source = tmp_path / "libcuda.c"
+    source.write_text(f"int cuDriverGetVersion(int *found) {{ *found = {release}; return 0; }}")
+    built = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(source)]
+    subprocess.run(built, check=True)
+    ask = "from workers.model.nvidia import driver_fault; print(driver_fault('535.1', '13.0'))"
+    environ = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environ, capture_output=True, text=True, check=True
+    )
+
+    assert ("needs 580 or later" in done.stdout) == is_fault
 
 
 def test_the_refusal_has_the_true_cause() -> None:

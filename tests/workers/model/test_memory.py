@@ -1,5 +1,6 @@
 """The size of the KV cache on a card, from figures of its memory: no card is needed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.loading import FakeCard, use_card
 from workers.engine.interface import ModelRefused
 from workers.model import memory
+from workers.model.model_path import least_weight_bytes
 from workers.model.runner import ModelRunner
 
 GIB = 2**30
@@ -77,3 +79,35 @@ def test_a_card_that_holds_too_little_is_refused(
     model = load(saved_llama, card, monkeypatch, memory_share=fitting)
 
     assert model.num_blocks * model.block_size >= memory.LEAST_KV_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "quantization", "on_gpu", "expected"),
+    [
+        ("F32", "auto", "none", False, 4000),
+        ("F32", "auto", "none", True, 2000),
+        ("F32", "float32", "none", True, 4000),
+        ("BF16", "auto", "none", False, 4000),
+        ("BF16", "bfloat16", "none", False, 2000),
+        ("F16", "float16", "none", True, 2000),
+        ("BF16", "auto", "int8", False, 1000),
+        ("F8_E4M3", "auto", "none", True, 1000),
+        ("F8_E4M3", "bfloat16", "none", True, 1000),
+        ("I32", "auto", "none", True, 4000),
+        ("U8", "float32", "none", False, 1000),
+    ],
+)
+def test_weights_are_counted_by_their_headers(
+    stored: str, dtype: str, quantization: str, on_gpu: bool, expected: int, tmp_path: Path
+) -> None:
+    """Weights in float take the type in which they are loaded, quantised ones what they are stored
+    in. A thousand elements."""
+    num_bytes = 1000 * {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}.get(stored, 1)
+    tensor = {"dtype": stored, "shape": [10, 100], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"a.weight": tensor, "__metadata__": {"format": "pt"}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+
+    found = least_weight_bytes(str(tmp_path), dtype, quantization, on_gpu=on_gpu)
+
+    assert found == expected

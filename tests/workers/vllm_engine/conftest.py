@@ -1,4 +1,4 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ from tests.workers.vllm_engine.driven import Engine, options_of, running, tokens
 @pytest.fixture(scope="package")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_cache() -> Iterator[None]:
+    """What vLLM has found out about its own classes: that takes a process and seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -4,6 +4,7 @@ there is refused at load."""
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from contract.model_cards import GenerationDefaults
 from infra.demo_model import demo_model_path
@@ -94,3 +95,30 @@ async def test_a_build_for_cpus_is_refused_on_a_gpu(
     assert "nvidia-smi sees NVIDIA A100-SXM4-80GB, but torch cannot use it" in refusal
     assert "built without CUDA" in refusal
     assert "scripts/setup-vllm, or give --device cpu" in refusal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kv_memory_bytes", "reason"),
+    [
+        ({}, 2**50, "and 1.05e+06 GiB for its KV cache, and this machine has "),
+        ({"tensor_parallel_size": "2"}, None, "the messages between 2 ranks of vLLM may take "),
+    ],
+)
+async def test_a_start_without_room_is_refused_before_weights_are_read(
+    arguments: dict[str, str],
+    kv_memory_bytes: int | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the machine's memory, or in /dev/shm, here for messages of a million MiB."""
+    monkeypatch.setenv("VLLM_MQ_MAX_CHUNK_BYTES_MB", "1000000")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options = options_of_auto(demo_model_path())
+    engine_args = {**options.engine_args, **arguments}
+
+    refusal = await refusal_of(
+        replace(options, kv_memory_bytes=kv_memory_bytes, engine_args=engine_args)
+    )
+
+    assert reason in refusal
+    assert "vLLM does not load" not in refusal

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,11 @@ def runs_of_equal_length(lengths: Seq[int]) -> Iterator[tuple[int, int, int]]:
         num_texts = len(list(run))
         yield first, num_texts, length
         first += num_texts * length
+
+
+class Encoder(Protocol):
+    def encode(self, texts: Seq[Text]) -> Tensor:
+        """Texts in order of length -> the rows that a head takes."""
 
 
 class FlatEncoder:
@@ -155,9 +160,6 @@ class PaddedEncoder:
             arguments["token_type_ids"] = rectangle([text.type_ids for text in texts], 0)
         hidden: Tensor = self._model(**arguments).last_hidden_state
         return hidden[mask.bool()]
-
-
-Encoder = FlatEncoder | PaddedEncoder
 
 
 def first_position(model: nn.Module) -> int:

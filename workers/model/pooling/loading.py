@@ -91,6 +91,7 @@ def load_runner(
         is_normalized=found.is_normalized,
         max_model_len=longest,
         num_step_tokens=num_step_tokens,
+        examples=trial.texts,
     )
     step_bytes = _largest_step(runner, trial.texts[-1], num_step_tokens, place.device)
     _check_share(place, weight_bytes, step_bytes)

@@ -39,19 +39,22 @@ class PoolingRunner:
     def __init__(
         self,
         encoder: Encoder,
-        head: Heads,
+        head: Callable[[Tensor, Seq[Text]], Tensor],
         *,
         activation: Activation,
         is_normalized: bool,
         max_model_len: int,
         num_step_tokens: int,
+        examples: Seq[Text] = (),
     ) -> None:
-        """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
+        """`is_normalized`: a vector that is cut to fewer dimensions is normalised again.
+        `examples`: random texts, or pairs if the model tells the two of a pair by their types."""
         self.block_size = 16  # tokens; blocks are only counted
         self.shares_blocks = False
         self.num_state_slots = 0
         self.eos_token_ids = frozenset[int]()
         self.encoder = encoder
+        self.examples = examples
         self._head = head
         self._activation = activation
         self._is_normalized = is_normalized
@@ -113,7 +116,7 @@ class PoolingRunner:
 
 _LENGTHS = (1, 2, 7, 7, 19, 40)  # tokens
 # The largest difference of a vector from the one alone, as a share of its length.
-_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Trial:
@@ -131,7 +134,7 @@ class Trial:
     ) -> None:
         self._model = model
         self._device = device
-        self._max_error = _MAX_ERROR[dtype]
+        self._max_error = MAX_ERROR[dtype]
         self._uses_types = uses_types
         text_config = config.get_text_config()
         pad_id = text_config.pad_token_id
@@ -166,7 +169,7 @@ class Trial:
         if share_attention(model):
             encoder = FlatEncoder(model, self._device, uses_types=uses_types)
             try:
-                error = self._error(encoder.encode(self.texts), alone)
+                error = self.error(encoder.encode(self.texts), alone)
             except Exception as exc:  # transformers' code meets arguments that it does not expect
                 reason = first_line(exc)
             else:
@@ -175,7 +178,7 @@ class Trial:
                 reason = f"flat texts differ from each alone by {error:.1g}"
             use_own_attention(model)
         encoder = PaddedEncoder(model, self._device, uses_types=uses_types, pad_id=self._pad_id)
-        error = self._error(encoder.encode(self.texts), alone)
+        error = self.error(encoder.encode(self.texts), alone)
         if not error <= self._max_error:
             raise ModelRefused(f"a text's vector depends on the texts beside it, by {error:.1g}")
         progress(f"texts are padded: {reason}")
@@ -184,7 +187,7 @@ class Trial:
     @torch.inference_mode()
     def check_head(self, head: Heads, encoder: Encoder, expected: Tensor, path: str) -> None:
         """Raises ModelRefused unless the classifier behind the encoder is the model's own."""
-        error = self._error(head(encoder.encode(self.texts), self.texts), expected)
+        error = self.error(head(encoder.encode(self.texts), self.texts), expected)
         if not error <= self._max_error:
             raise ModelRefused(f"the classifier of {path} cannot be computed behind its encoder")
 
@@ -199,7 +202,7 @@ class Trial:
         return arguments
 
     @staticmethod
-    def _error(found: Tensor, expected: Tensor) -> float:
+    def error(found: Tensor, expected: Tensor) -> float:
         """The largest distance of two rows, as a share of the expected row's length."""
         lengths = expected.float().norm(dim=1).clamp(min=1e-6)
         return float(((found.float() - expected.float()).norm(dim=1) / lengths).max())

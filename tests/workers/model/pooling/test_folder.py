@@ -173,6 +173,7 @@ def test_a_vector_that_is_not_finite_fails_its_own_row(saved: Path) -> None:
     loaded = load(saved)
     runner = loaded.model
     assert isinstance(runner, PoolingRunner)
+    assert isinstance(runner.encoder, FlatEncoder)
     embeddings = runner.encoder._model.get_input_embeddings()
     embeddings.weight[99] = float("nan")
 
