@@ -31,7 +31,7 @@ async def read_images(
     Raises ApiError, PayloadError."""
     sources, counted = _sources(body), card.capabilities.images
     for param in sources if counted is None else ():
-        message = f"{param}: {card.name!r} takes no images"
+        message = f"{param}: images are not supported by {card.name!r}"
         raise bad_request(UNSUPPORTED, message, param)
     if counted is None or not sources:
         return (), 0

@@ -41,7 +41,7 @@ TOOL = {
 }
 DOCUMENTS = ["one", "two three", "four " * 30]
 NOT_YET = (
-    *("not supported", "only text parts", "there is no /v1/", "there is no /v2/"),
+    *("not supported", "there is no /v1/", "there is no /v2/"),
     "token ids must be",
 )
 _MAX_CHARS = 600
