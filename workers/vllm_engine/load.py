@@ -204,7 +204,8 @@ def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfi
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     sizes = [getattr(config.scheduler_config, name) for name in _SIZES]
     origins = ["given" if name in given else "vLLM's default" for name in _SIZES]
-    if (processor := sampling_of(config).processor) is not None:
+    is_sampled = config.model_config.runner_type != "pooling"
+    if is_sampled and (processor := sampling_of(config).processor) is not None:
         others = config.model_config.logits_processors or []
         config.model_config.logits_processors = [*others, processor]
     log.info("vLLM runs with %s", ", ".join(map("{}={} ({})".format, _SIZES, sizes, origins)))
