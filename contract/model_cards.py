@@ -17,6 +17,9 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+MAX_PIXELS = 2**24  # of an image; decoded, four bytes each
+
+
 class ImageTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The tokens that an image adds to a prompt beside those of `placeholder`, which the chat
     template writes for it. It is cut into rows of square cells: one; a grid of patches, as by

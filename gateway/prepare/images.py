@@ -9,7 +9,7 @@ import io
 import re
 
 from contract.files import content_key
-from contract.model_cards import ModelCard
+from contract.model_cards import MAX_PIXELS, ModelCard
 from gateway.files import store_of
 from gateway.http.errors import UNSUPPORTED, bad_request, invalid_value, not_found
 from gateway.prepare.schemas import ChatBody, ImageSource
@@ -17,7 +17,6 @@ from gateway.state import Gateway
 
 MAX_IMAGES = 16  # of a chat, also in earlier turns
 MAX_IMAGE_BYTES = 8 * 2**20  # of all images of a chat
-MAX_PIXELS = 2**24  # of one; decoded, four bytes each
 MAX_RATIO = 200  # of an image's sides
 PURPOSES = frozenset({"vision", "user_data"})  # of files that hold images
 _HEADER_BYTES = 256 * 1024

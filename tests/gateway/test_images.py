@@ -18,7 +18,7 @@ from PIL import Image
 from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys
-from contract.model_cards import Capabilities, ImageTokens
+from contract.model_cards import MAX_PIXELS, Capabilities, ImageTokens
 from contract.payloads import open_store
 from gateway.http.errors import ApiError
 from gateway.prepare import images
@@ -343,7 +343,7 @@ async def test_damaged_headers_raise_nothing_else(seed: int) -> None:
             width, height = images._size(bytes(data), "x")
         except ApiError:
             continue
-        assert 1 <= width * height <= images.MAX_PIXELS
+        assert 1 <= width * height <= MAX_PIXELS
 
 
 GOOD = data_url(picture())

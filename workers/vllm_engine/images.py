@@ -17,12 +17,11 @@ from vllm.model_executor.model_loader import get_model_cls
 from vllm.multimodal.image import convert_image_mode
 
 from contract.errors import ErrorCode
-from contract.model_cards import ImageTokens, TokenizerFiles
+from contract.model_cards import MAX_PIXELS, ImageTokens, TokenizerFiles
 from workers.engine.sequence import RequestRefused, Sequence
 
 log = logging.getLogger("batchway.engine")
 
-MAX_PIXELS = 2**24  # as gateways allow; decoded, four bytes each
 _NUMBERS = ("of_image", "of_row", "of_cell")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Widths and heights of the images that are tried: small, square, wide, high, large.
