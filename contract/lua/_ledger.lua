@@ -79,9 +79,10 @@ function ledger.count_running(tag, job, sign)
     'done_tokens', sign * ledger.done(job)})
 end
 
--- Adds a job to (1) or removes it from (-1) the queued counters. Returns, where the job waits in its
+-- Adds a job to (1) or removes it from (-1) the counters of those that wait. Returns, where the job waits in its
 -- tenant's queue, the jobs and tokens that will have left it before.
 function ledger.count_queued(tag, job, sign)
+  if job.stream == later.stream(job) then return later.count(tag, job, sign) end
   add_to(counters_key(tag, job), {'queued_jobs', sign, 'queued_tokens', sign * job.cost})
   if ledger.is_in_tenant_queue(job) then return count_in_tenant_queue(tag, job, sign) end
 end

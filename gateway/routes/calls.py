@@ -80,20 +80,22 @@ async def submit_job(
 ) -> Response:
     """Queues a job: 202 with its id."""
     timing = ServerTiming()
-    if job.flow is not None:
+    if job.flow is not None and not submission.start_at_s:
         await check_first_calls(gateway, job, submission)
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     status = JobStatus.QUEUED
+    start_ms: float | None = None
     if submitted.is_new:
+        start_ms = None if submitted.position else submission.start_at_s * 1000
         job = msgspec.structs.replace(job, id=submitted.job_id)
         num_prompt = job.num_prompt_tokens
         log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, num_prompt)
     else:
         view = await _known_job(gateway, submitted.job_id, job.tenant)
-        job, status = view.job, view.status
+        job, status, start_ms = view.job, view.status, view.start_ms
     wait = await gateway.broker.worker_wait(job, status)
-    shown = submitted_object(job, submitted, status, wait)
+    shown = submitted_object(job, submitted, status, wait, start_ms)
     answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
     return accepted_response(shown, answer_headers)
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from contract.api_keys import Scope
-from contract.function_types import Quote, Submission, Wanted
+from contract.function_types import Quote, Submission, Verdict, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath, Page
@@ -50,7 +50,7 @@ from gateway.http.errors import (
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, JobsReader, JobsSubmitter, JobsWriter
 from gateway.prepare.calls import check_goes_on, check_is_lane, check_lane, prepare_call
-from gateway.prepare.job_bodies import AnyJob, JobChange, to_callback
+from gateway.prepare.job_bodies import AnyJob, JobChange, check_start, to_callback
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
@@ -177,7 +177,8 @@ async def change_job(
     change: JobChange,
     whose: Whose = "",
 ) -> JobObject:
-    """Changes a job's lane or deadline, waiting or running; 409 if it has ended."""
+    """Changes a job's lane or deadline, waiting or running, or its start until a worker has claimed
+    it; 409 if it is too late."""
     broker, tenant = gateway.broker, caller.tenant_of(whose, may_be_all=False)
     await check_may_change(broker, caller, job_id, tenant)
     if change.lane is not None:
@@ -185,11 +186,19 @@ async def change_job(
         caller.check_lane(change.lane)
         if (card := (await broker.known.models()).get(view.job.model)) is not None:
             check_lane(card, change.lane)
-    ended = await broker.reprioritise(
-        job_id, tenant, lane=change.lane or "", deadline_s=change.deadline_s
+    check_start(change.start_at)
+    found = await broker.reprioritise(
+        job_id,
+        tenant,
+        lane=change.lane or "",
+        deadline_s=change.deadline_s,
+        start_at_s=change.start_at,
     )
-    if ended is not None:
-        raise _already_terminal(ended)
+    if found is Verdict.RUNNING:
+        message = "start_at: a worker has claimed the job before"
+        raise ApiError(409, "already_started", message, param="start_at", headers=NO_RETRY)
+    if found is not Verdict.OK:
+        raise _already_terminal(JobStatus(found))
     view, _ = await broker.read(job_id, tenant)
     return job_object(view, wait=await broker.worker_wait(view.job, view.status))
 
@@ -208,6 +217,7 @@ async def prepare_job(
     job = caller.job(endpoint, asked.body, asked.lane or "")
     submission = caller.submission(
         deadline_s=asked.deadline_s or settings.job_deadline_s,
+        start_at_s=check_start(asked.start_at),
         retention_s=_retention_s(settings, asked, caller),
         metadata=asked.metadata or {},
         callback=to_callback(asked.callback, caller.tenant, settings),

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from contract.errors import ErrorCode, JobRefused
-from contract.function_types import TenantLimits, WorkerCapacity
+from contract.function_types import QueuePosition, TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
@@ -120,4 +120,4 @@ async def test_a_flood_on_one_model_refuses_nobody_of_another(functions: Functio
         assert (await refusal(functions, **terms)).code is ErrorCode.LANE_FULL
     other = structs.replace(make_job(), model="n")
     submitted = await functions.submit(other, make_submission(**terms))
-    assert (submitted.position.num_jobs_ahead, submitted.position.eta_s) == (0, 0.0)
+    assert submitted.position == QueuePosition(0, 0, 0.0)
