@@ -12,16 +12,16 @@ local function tokens_key(tag, job)
   return lane_key(tag, 'later_tokens', job.model, job.lane)
 end
 
-local function member(job)
+local function due_entry(job)
   return string.format('%015d %s', job.created, job.id)
 end
 
 -- Adds a job to (1) or removes it from (-1) those that wait for their time.
 function later.count(tag, job, sign)
   if sign > 0 then
-    redis.call('ZADD', tag .. ':later', job.start, member(job))
+    redis.call('ZADD', tag .. ':later', job.start, due_entry(job))
   else
-    redis.call('ZREM', tag .. ':later', member(job))
+    redis.call('ZREM', tag .. ':later', due_entry(job))
   end
   for _, name in ipairs({job.tenant, ''}) do
     if redis.call('HINCRBY', tokens_key(tag, job), name, sign * job.cost) <= 0 then
