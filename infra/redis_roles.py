@@ -36,9 +36,9 @@ _READ_COMMANDS = (
 
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
-    "ab ab_jobs active alone attended back corrections counters deadlines due idle job jobs kept "
-    "later later_tokens leases lengths line orphaned log out outbox own paused poison q quarantine "
-    "run runid stored tenant totals weights"
+    "ab ab_jobs active alone attended back corrections counters deadlines due early idle job jobs "
+    "kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
+    "quarantine run runid stored tenant totals weights"
 )
 _FLEET_KEYS = "offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"

@@ -246,9 +246,11 @@ function admission.evaluate(tag, job, terms, now, room)
   job.weight = fairness.readable_weight(terms.weight)
   memory.measure(job, terms, output, basis)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
-    {'jobs', 'tokens'})
+    {'jobs', 'tokens', 'latest'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)
-  local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
+  local share = queue.share_before(tag, tenant_stream(job), now + terms.deadline_ms, line.latest, line.jobs)
+  local ahead = admission.ahead(tag, job, pool, math.floor(line.jobs * share),
+    math.floor(line.tokens * share), 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
   if admission.is_below_share(pool, job, ahead, tenant.reserved + job.cost) then wait = 0 end
   local is_later = (terms.start_ms or 0) > now

@@ -35,7 +35,13 @@ local function reprioritise(keys, argv)
     redis.call('PUBLISH', tag .. ':ctl:' .. job.owner,
       'moved ' .. job.id .. ' ' .. lane .. ' ' .. job.deadline - now)
   end
-  if argv[3] == '' or argv[3] == job.lane then return {'OK'} end
+  if argv[3] == '' or argv[3] == job.lane then
+    if argv[4] ~= '' and job.state == 'queued' and ledger.is_in_tenant_queue(job) then
+      dequeue(tag, job)
+      enqueue(tag, job, job.stream)
+    end
+    return {'OK'}
+  end
   admission.reprice(tag, job, argv[3], now)
   if job.state == 'queued' then
     local suspect, waits = string.find(job.stream, ':suspect$'), later.holds(job)

@@ -64,6 +64,7 @@ an idle worker tries what earlier outputs predict too late, so that a faster ste
   service_s -> 8.0
 and others before it are a reason
   beat rate=13 stream=1 jobs=1 tokens=13; outputs 8 8 8 8 8; submit t5 t6 cost=13
+  move t5 deadline_s=4; move t6 deadline_s=4
   quote t9 deadline_s=5 cap=10 -> deadline_infeasible - None
 a tenant below its share starts at once, and the second of its jobs does not
   beat rate=13 jobs=4 tokens=1000; eight_of h; place t1 lane_bound_s=0.5 cost=13 -> 0 0 0.0

@@ -297,10 +297,10 @@ they wait for no place, and are no load
   number HGET counters:m:interactive queued_jobs -> 1.0
 what waits now says nothing of them
   beat rate=10 jobs=1 tokens=20; submit t1 t2 t3 cost=20
-  submit t8 deadline_s=3 -> deadline_infeasible - 3.0
-  submit t9 deadline_s=3 start_at_s=1700000010 -> new
-  pause interactive; submit t7 -> lane_paused - 30.0
-  submit t7 start_at_s=1700000010 -> new
+  submit t8 lane=batch deadline_s=3 -> deadline_infeasible - 3.0
+  submit t9 lane=batch deadline_s=3 start_at_s=1700000010 -> new
+  pause batch; submit t7 lane=batch -> lane_paused - 30.0
+  submit t7 lane=batch start_at_s=1700000010 -> new
 they have a bound of their own, and a tenant its share of it
   submit t1 cost=20 lane_bound_tokens=40 lane_share=0.5 start_at_s=1700000010
   submit t2 cost=20 lane_bound_tokens=40 lane_share=0.5 -> new
@@ -326,4 +326,39 @@ they go to another lane, and end
   pass_time 10; sweep; claim lanes=batch -> t1
 """)
 def test_jobs_wait_for_their_start(calls: Calls, script: list[str]) -> None:
+    calls.run(script)
+
+
+@scripts("""
+an earlier one goes first, one of the same second behind those that were there
+  submit t1 t2 deadline_s=90; submit t3 deadline_s=60; submit t4 deadline_s=60.9
+  submit t5 deadline_s=30; submit t6 deadline_s=90
+  turns 7 -> t5 t3 t4 t1 t2 t6 -
+  redis EXISTS early:q:m:interactive:t -> 0
+tenants take their turns as before
+  submit t1 t2; submit u1 u2 deadline_s=9
+  turns 4 -> t1 u1 t2 u2
+one that does not fit is passed, and holds up those behind it alone
+  submit t1 deadline_s=90; submit t2 cost=100 deadline_s=60; submit t3 deadline_s=70
+  claim tokens=50 -> t3 t1
+  field t2 passed -> 2
+  submit t4 deadline_s=99; claim tokens=120 jobs=1 -> t2
+one with a later deadline is not passed by them
+  submit t1 cost=100 deadline_s=90; submit t2 deadline_s=60; claim tokens=50 -> t2
+  field t1 passed -> None
+another deadline is another place
+  submit t1 t2 t3 deadline_s=90; move t3 deadline_s=30; move t1 deadline_s=99
+  turns 3 -> t3 t2 t1
+it waits for what goes before it
+  beat rate=10 jobs=1 tokens=20; submit t1 t2 t3 t4 deadline_s=900
+  place t5 deadline_s=60 -> 0 0 0.0
+  place t6 deadline_s=90 -> 1 10 1.0
+  place t7 deadline_s=30 -> 0 0 0.0
+  place t8 deadline_s=950 -> 7 70 7.0
+many that run do not hide those behind them
+  submit t0 deadline_s=900
+  submit ta tb tc td te tf tg th ti tj tk tl tm tn to tp tq tr deadline_s=60
+  claim w 18; submit t9 deadline_s=999; turns 3 -> t0 t9 -
+""")
+def test_jobs_of_a_tenant_go_by_their_deadlines(calls: Calls, script: list[str]) -> None:
     calls.run(script)

@@ -199,7 +199,7 @@ class Walk:
             entry.is_in_line = False
         if deadline_s is not None:
             entry.deadline_ms = (entry.start_ms or now_ms) + deadline_s * 1000
-        entry.is_in_line = entry.is_in_line and lane in ("", entry.lane)
+        entry.is_in_line = entry.is_in_line and lane in ("", entry.lane) and deadline_s is None
         entry.lane = lane or entry.lane
 
     def detach(self) -> None:
@@ -211,6 +211,7 @@ class Walk:
             return
         assert said == "OK"
         entry.deadline_ms = max(entry.deadline_ms, self.world.now_ms + seconds * 1000)
+        entry.is_in_line = False  # it keeps its place
         entry.retention_ms = max(entry.retention_ms, seconds * 1000)
         entry.attended_ms = entry.attendance_ms = 0
 
@@ -297,11 +298,12 @@ class Walk:
             entry.lease_ms = world.now_ms + LEASE_MS
 
     def check_order(self, entry: Entry, left: set[str], cost: float) -> None:
-        """No older job of the same tenant and lane stays behind that fits as well."""
+        """No job of the same tenant and lane stays behind that fits as well and goes before: by the
+        second of the deadline, then by age."""
         for other in map(self.ledger.__getitem__, left):
             is_same = (other.name[0], other.lane) == (entry.name[0], entry.lane)
-            is_older = other.name < entry.name and other.status == "queued"
-            if is_same and is_older and other.is_in_line:
+            turn, own = ((e.deadline_ms // 1000, e.name) for e in (other, entry))
+            if is_same and turn < own and other.status == "queued" and other.is_in_line:
                 [other_cost] = self.world.field(other.name, "cost")
                 assert int(other_cost) / other.choices > cost, f"{other.name} was passed"
 
