@@ -132,6 +132,7 @@ class GatewaySettings(BaseSettings):
     body_timeout_s: ClassVar[float] = 10.0
     stall_timeout_s: ClassVar[float] = 30.0  # of a client that accepts no data (Linux)
     max_calls_per_key: ClassVar[int] = 1_024  # concurrent, to one process
+    max_calls_per_token: ClassVar[int] = 32  # of these, of one job's tokens
     max_buffer_bytes: ClassVar[int] = 256 * 1024  # of messages; beyond it the log is read
 
     redis_url: str = Field(
