@@ -6,18 +6,20 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from playwright.async_api import Page, expect
 
+from contract.connection import end_tasks
+from contract.function_types import Claimed
 from infra.embedded_redis import EmbeddedRedis
 from tests.browser import chromium, needs_chromium
 from tests.clients.run import ENVIRONMENTS
 from tests.gateway.conftest import Bearer, gateway_process
-from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.fake_worker import LEASE_S, MODEL, FakeWorker, says
 from tests.markdown import code_blocks
 
 pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign]
@@ -88,6 +90,22 @@ async def front() -> AsyncIterator[Balancer]:
         yield found
 
 
+@contextlib.asynccontextmanager
+async def living_worker(worker: FakeWorker, held: Sequence[Claimed]) -> AsyncIterator[None]:
+    """Gateways know that it lives, and that it holds these jobs, however long a browser takes."""
+
+    async def beat() -> None:
+        while True:
+            await worker.beat(*held)
+            await asyncio.sleep(LEASE_S / 10)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        await end_tasks(beating)
+
+
 async def goes_on(
     open_and_ask: Callable[[Page], Awaitable[None]],
     selector: str,
@@ -103,11 +121,12 @@ async def goes_on(
         gateway_process(redis_url, **environ) as (dying, balancer.target),
         gateway_process(redis_url, **environ) as (_, living),
     ):
-        async with chromium() as browser:
+        held = list[Claimed]()
+        async with chromium() as browser, living_worker(worker, held):
             context, other_context = await browser.new_context(), await browser.new_context()
             page, other = await context.new_page(), await other_context.new_page()
             await open_and_ask(page)
-            claimed = await worker.claim()
+            held.append(claimed := await worker.claim())
             events = iter(enumerate(says(*WORDS)(claimed.job), 1))
 
             async def says_next(*pages: Page) -> None:
