@@ -216,8 +216,8 @@ def right_of(endpoint: Callable[..., Any]) -> Right | None:
     for hint in get_type_hints(endpoint, include_extras=True).values():
         for each in getattr(hint, "__metadata__", ()):
             if isinstance(each, params.Security) and each.dependency in _CALLERS:
-                is_submitter, follows = (each.dependency is d for d in (submitter_of, follower_of))
-                return Right(tuple(each.scopes or ()), is_submitter, follows)
+                scopes, asks = tuple(each.scopes or ()), each.dependency
+                return Right(scopes, asks is submitter_of, asks is follower_of)
             if isinstance(each, params.Depends) and each.dependency is not None:
                 found = right_of(each.dependency)
                 if found is not None:
