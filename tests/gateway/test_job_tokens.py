@@ -249,8 +249,8 @@ async def test_a_token_ends_with_its_key(
     api_keys = ApiKeys(redis_client, keys)
     await api_keys.create(KeyTerms(tenant="acme"))
     lifetime_s = 3.0 if ends == "expired" else None
-    value, prefix = await api_keys.create(KeyTerms(tenant="acme"), lifetime_s=lifetime_s)
     async with gateways() as http, gateways() as other:
+        value, prefix = await api_keys.create(KeyTerms(tenant="acme"), lifetime_s=lifetime_s)
         path, token = await new_job(http, {"x-api-key": value})
         async with http.stream("GET", f"{path}/events", params={"token": token}) as stream:
             if ends == "revoked":

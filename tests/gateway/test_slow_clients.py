@@ -19,7 +19,7 @@ from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
 
-FIRST_S, IDLE_S, HEAD_S, BODY_S = 0.8, 1.5, 0.8, 0.8
+FIRST_S, IDLE_S, HEAD_S, BODY_S = 0.6, 2.5, 0.8, 0.8
 OWN, PER_ADDRESS = "127.0.0.7", 8
 KEY = "a-key-of-the-operator"
 CALL: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 20}
@@ -134,11 +134,12 @@ async def test_what_comes_at_a_byte_a_second_is_closed(
 async def test_an_idle_connection_is_closed(url: httpx.URL) -> None:
     """A used connection serves on; an idle one is closed, long after one that was never used."""
     async with connected(url) as client:
-        for _ in range(3):
-            client.send(LIVEZ)
-            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
-            async with connected(url) as unused:
-                assert await unused.rest() == b""
+        client.send(LIVEZ)
+        assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+        async with connected(url) as unused:
+            assert await unused.rest() == b""
+        client.send(LIVEZ)
+        assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
         assert await client.rest() == b""
 
 
