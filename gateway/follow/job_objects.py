@@ -55,6 +55,19 @@ class AcceptedJob(BaseModel):
     events_url: str
 
 
+class JobToken(BaseModel):
+    """With it a browser reads, follows and cancels the job, and nothing else."""
+
+    object: Literal["job.token"] = "job.token"
+    job_id: str
+    value: str = Field(description="in place of an API key, or in the address: `?token=`")
+    expires_at: UnixSeconds
+
+
+class NewJob(AcceptedJob):
+    token: JobToken | None = Field(None, description="there if the body asks for it")
+
+
 class Timings(BaseModel):
     queued_at: UnixSeconds | None
     started_at: UnixSeconds | None

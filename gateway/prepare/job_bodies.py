@@ -53,6 +53,12 @@ class CallbackBody(OwnModel):
     )
 
 
+class TokenBody(OwnModel):
+    """POST /v1/jobs/{id}/token."""
+
+    lifetime_s: Annotated[int, Field(ge=1, le=3_600, description="for which it is valid")] = 600
+
+
 class JobBody(OwnModel):
     """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
 
@@ -68,6 +74,7 @@ class JobBody(OwnModel):
     )
     metadata: Metadata | None = Field(None, description="names of up to 64 characters")
     callback: CallbackBody | None = Field(None, description="where to report the job's end")
+    token: TokenBody | None = Field(None, description="asks for a token of the job; `{}` will do")
 
 
 class ChatJob(JobBody):

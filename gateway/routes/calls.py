@@ -77,8 +77,8 @@ router = APIRouter(
 
 async def submit_job(
     gateway: Gateway, job: Job, submission: Submission, headers: Mapping[str, str]
-) -> Response:
-    """Queues a job: 202 with its id."""
+) -> tuple[AcceptedJob, dict[str, str]]:
+    """Queues a job. Returns what accepted_response shows."""
     timing = ServerTiming()
     if job.flow is not None and not submission.start_at_s:
         await check_first_calls(gateway, job, submission)
@@ -96,8 +96,7 @@ async def submit_job(
         job, status, start_ms = view.job, view.status, view.start_ms
     wait = await gateway.broker.worker_wait(job, status)
     shown = submitted_object(job, submitted, status, wait, start_ms)
-    answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
-    return accepted_response(shown, answer_headers)
+    return shown, {**headers, **rate_headers(submitted.rates), **timing.headers()}
 
 
 async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
@@ -166,7 +165,7 @@ async def answer_call(
         check_goes_on(body)
         prepared = await prepare_call(call.gateway, body, job, submission)
         headers = call.headers | ignored_header(body)
-        return await submit_job(call.gateway, *prepared, headers)
+        return accepted_response(*await submit_job(call.gateway, *prepared, headers))
     _check_resumes(call, body)
     work = prepare_call(call.gateway, body, job, submission)
     await begin(call, caller, *await unless_gone(call.request.receive, work))
