@@ -192,6 +192,8 @@ async def prepare_generation(
         _check_constrained(body, constraint.param)
         grammar = await gateway.grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
+    # Models that write arguments without quotes do not show which are strings.
+    strings = {f.name: string_parameters(f.parameters or {}) for f in functions}
     job = with_prompts(
         job,
         card,
@@ -204,8 +206,12 @@ async def prepare_generation(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         num_cut_tokens=num_cut,
-        # Models that write arguments without quotes do not show which are strings.
-        tools={f.name: string_parameters(f.parameters or {}) for f in functions},
+        tools={name: tuple(found) for name, found in strings.items()},
+        tool_alternatives={
+            name: others
+            for name, found in strings.items()
+            if (others := {each: kinds for each, kinds in found.items() if kinds})
+        },
     )
     max_output_tokens = params.n * sum(caps)
     return job, msgspec.structs.replace(submission, max_output_tokens=max_output_tokens)

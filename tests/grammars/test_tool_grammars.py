@@ -29,11 +29,16 @@ WEATHER: dict[str, Any] = {
         "level": {"enum": [1, None, True, "x", [1, "y"], {"a": 0.5}]},
         "deep": {"$ref": "#/$defs/deep"},
         "either": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "list": {"type": ["string", "null", "integer"]},
+        "one": {
+            "oneOf": [{"$ref": "#/$defs/text"}, {"type": "array", "items": {"type": "boolean"}}]
+        },
         "all": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
     },
-    "required": ["city", "days", "kind", "level", "deep", "either"],
+    "required": ["city", "days", "kind", "level", "deep", "either", "list", "one"],
     "additionalProperties": False,
     "$defs": {
+        "text": {"type": "string", "maxLength": 5},
         "deep": {
             "type": "object",
             "properties": {
@@ -42,7 +47,7 @@ WEATHER: dict[str, Any] = {
             },
             "required": ["x"],
             "additionalProperties": False,
-        }
+        },
     },
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -51,7 +56,8 @@ FUNCTIONS = [
     (number, name, schema, name != "any-thing")
     for number, (name, schema) in enumerate(SCHEMAS.items())
 ]
-TOOLS = {name: string_parameters(schema) for name, schema in SCHEMAS.items()}
+STRINGS = {name: string_parameters(schema) for name, schema in SCHEMAS.items()}
+TOOLS = {name: tuple(found) for name, found in STRINGS.items()}
 HARMONY = next(each for each in REASONING_FORMATS if each.is_harmony)
 NAMES = [f"{each.name}-{number}" for number, each in enumerate(TOOL_FORMATS)]
 FORMATS = pytest.mark.parametrize("format_", TOOL_FORMATS, ids=NAMES)
@@ -83,7 +89,7 @@ def grammar_of(model: MarkedModel, *, functions: Any = FUNCTIONS, **fields: Any)
 def read(model: MarkedModel, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls that the worker finds; raises for arguments that are no JSON."""
     prompt = "<|start|>assistant" if model.files.reasoning else ""
-    parser = OutputParser(model.files.tool_format, model.files.reasoning, prompt, TOOLS)
+    parser = OutputParser(model.files.tool_format, model.files.reasoning, prompt, TOOLS, STRINGS)
     delta = parser.push(text)
     delta.extend(parser.finish())
     return delta.content, _calls(delta.tool_calls)

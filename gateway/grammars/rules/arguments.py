@@ -15,15 +15,88 @@ from gateway.grammars.schemas.refusals import GrammarRefused, Path
 Schema = Mapping[str, Any]
 
 
-def string_parameters(schema: Schema) -> tuple[str, ...]:
-    """The names of the properties that are always strings."""
+def string_parameters(schema: Schema) -> dict[str, tuple[str, ...]]:
+    """The properties that may be strings, each with what else it may be: types, or values as JSON.
+    One that may be anything is left out."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
-        return ()
-    known: dict[str, Any] = {}
-    return tuple(
-        name for name, each in properties.items() if is_string(resolved(each, schema, known))
+        return {}
+    kinds = _Kinds(schema)
+    found = {name: kinds.of(each) for name, each in properties.items()}
+    return {
+        name: tuple(sorted(each for each in allowed if not _is_text(each)))
+        for name, allowed in found.items()
+        if allowed is not None and any(map(_is_text, allowed))
+    }
+
+
+_MAX_KINDS = 64  # alternatives, or values, of one schema that are looked at
+_MAX_NESTED = 32
+_Allowed = frozenset[str] | None  # types, and values as JSON; None: anything
+
+
+class _Kinds:
+    """What the schemas of one document allow, as far as it can be told of the type alone."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._references: dict[str, Any] = {}
+        self._known: dict[int, _Allowed] = {}  # by the schema's id
+
+    def of(self, schema: Any, depth: int = 0) -> _Allowed:
+        schema = resolved(schema, self._root, self._references)
+        if not isinstance(schema, dict) or depth > _MAX_NESTED:
+            return None
+        if id(schema) not in self._known:
+            self._known[id(schema)] = frozenset()  # what a schema adds to itself
+            self._known[id(schema)] = self._combined(schema, depth + 1)
+        return self._known[id(schema)]
+
+    def _combined(self, schema: Schema, depth: int) -> _Allowed:
+        allowed = _named(schema.get("type"))
+        if (values := choices_of(schema)) is not None and len(values) <= _MAX_KINDS:
+            allowed = _both(allowed, frozenset(map(json.dumps, values)))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(keyword)
+            if not isinstance(parts, list) or len(parts) > _MAX_KINDS:
+                continue
+            each = [self.of(part, depth) for part in parts]
+            if keyword == "allOf":
+                for one in each:
+                    allowed = _both(allowed, one)
+            elif None not in each:
+                allowed = _both(allowed, frozenset().union(*(one for one in each if one)))
+        return allowed
+
+
+def _named(types: Any) -> _Allowed:
+    names = [types] if isinstance(types, str) else types
+    if not isinstance(names, list) or len(names) > _MAX_KINDS:
+        return None
+    booleans = ("true", "false") if "boolean" in names else ()
+    return frozenset(name for name in names if isinstance(name, str) and name != "boolean").union(
+        booleans
     )
+
+
+def _both(one: _Allowed, other: _Allowed) -> _Allowed:
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    own = {each for each in one if _type(each) in other}
+    return (one & other).union(own, (each for each in other if _type(each) in one))
+
+
+def _type(allowed: str) -> str:
+    """The type of a value as JSON; "" of a type, and of true, false and null."""
+    if allowed.startswith('"'):
+        return "string"
+    if allowed.startswith(("[", "{")):
+        return "array" if allowed.startswith("[") else "object"
+    return "" if allowed.isalpha() else "number" if "." in allowed else "integer"
+
+
+def _is_text(allowed: str) -> bool:
+    return allowed == "string" or allowed.startswith('"')
 
 
 def is_string(schema: Any) -> bool:
@@ -32,8 +105,8 @@ def is_string(schema: Any) -> bool:
         return False
     if "type" in schema:
         return schema["type"] in ("string", ["string"])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
+    values = choices_of(schema)
+    return bool(values) and all(isinstance(v, str) for v in values or ())
 
 
 def resolved(schema: Any, root: Schema, known: dict[str, Any] | None = None) -> Any:
@@ -159,6 +232,7 @@ class TagArguments(Arguments):
     ) -> None:
         super().__init__(lark, name, schema, is_strict)
         self._format = format_
+        self._kinds = _Kinds(schema)
 
     def whole(self) -> str:
         schema = self.parameters()
@@ -172,27 +246,69 @@ class TagArguments(Arguments):
         return self.sequence(items, "")
 
     def _argument(self, name: str, schema: Any, path: Path) -> str:
-        literal, format_ = self.lark.literal, self._format
+        open_, close = self.lark.literal(self._format["key_open"]), self._format["key_close"]
+        types = frozenset(_LOOKS).intersection(self._kinds.of(schema) or ())
+        values = list(self._values(schema, path, types)) or [(_STRING_TYPES, self._text({}, path))]
+        return either(
+            *(f"{open_} {name} {self.lark.literal(close, mark)} {value}" for mark, value in values)
+        )
+
+    def _values(
+        self, schema: Any, path: Path, types: frozenset[str], within: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[Sequence[str], str]]:
+        """Yields rules for the values that a schema allows, each with its closing mark, and what
+        the opening mark may say of them. `types`: what the argument may be beside a string;
+        `within`: the ids of the schemas of which this one is a part."""
         value = resolved(schema, self.root)
-        is_text = is_string(value) or says_nothing(value)
-        types = _STRING_TYPES if is_text else _OTHER_TYPES
-        key = f"{literal(format_['key_open'])} {name} {literal(format_['key_close'], types)}"
-        close = format_["value_close"]
-        if is_text:
-            return f"{key} {self._text(value if isinstance(value, dict) else {}, close, path)}"
+        if is_string(value) or says_nothing(value):
+            yield _STRING_TYPES, self._text(value if isinstance(value, dict) else {}, path, types)
+            return
+        if not isinstance(value, dict) or not any(map(_is_text, self._kinds.of(value) or ())):
+            yield _OTHER_TYPES, self._json(schema)
+            return
+        keyword = next((each for each in ("anyOf", "oneOf", "allOf") if each in value), None)
+        if keyword is not None and (keyword != "allOf" or len(value[keyword]) == 1):
+            self.check(value, frozenset({keyword}), path)
+            for i, part in enumerate(value[keyword] if id(value) not in within else ()):
+                place = (*path, keyword, str(i))
+                yield from self._values(part, place, types, within | {id(value)})
+        elif (choices := choices_of(value)) is not None:
+            yield _STRING_TYPES, self._text(value, path)
+            rest = [each for each in choices if not isinstance(each, str)]
+            yield _OTHER_TYPES, self._json({"enum": rest})
+        elif isinstance(names := value.get("type"), list):
+            own = {key: each for key, each in value.items() if key in OF_TEXTS | _PATTERNS}
+            yield _STRING_TYPES, self._text(own, path, types)
+            rest = [each for each in names if each != "string"]
+            yield _OTHER_TYPES, self._json({**value, "type": rest})
+        else:
+            self.check(value, frozenset(), path)
+            yield _STRING_TYPES, self._text({}, path, types)
+
+    def _json(self, schema: Schema) -> str:
         defined = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
         whole = json_rule({**defined, **schema}, self.is_strict)
-        return f"{key} {whole} {literal(close)}"
+        return f"{whole} {self.lark.literal(self._format['value_close'])}"
 
-    def _text(self, schema: Schema, close: str, path: Path) -> str:
+    def _text(self, schema: Schema, path: Path, types: frozenset[str] = frozenset()) -> str:
+        """A rule for strings that are not read as values of the types."""
+        close = self._format["value_close"]
         if (choices := choices_of(schema)) is not None:
             self.check(schema, OF_CHOICES, path)
             texts = [quoted(each) for each in choices if isinstance(each, str)]
             return f"{either(*texts)} {self.lark.literal(close)}"
         self.check(schema, OF_TEXTS, path)
-        return self.raw(f"/(?s:.){times(schema)}/", close)
+        unlike = "".join(f" & ~/{_LOOKS[each]}/" for each in sorted(types))
+        return self.raw(f"/(?s:.){times(schema)}/{unlike}", close)
 
 
+# Texts that are read as values of a type, where strings are allowed, too.
+_LOOKS = {
+    "array": r"(?s:\s*\[.*)",
+    "object": r"(?s:\s*\{.*)",
+    "integer": r"\s*-?[0-9.eE+\-]+\s*",
+    "number": r"\s*-?[0-9.eE+\-]+\s*",
+}
 _OF_ARRAYS = frozenset({"type", "items", "minItems", "maxItems"})
 _OF_NUMBERS = frozenset(
     {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
