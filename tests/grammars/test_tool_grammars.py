@@ -242,6 +242,32 @@ def test_text_is_allowed_where_no_call_is_forced(format_: ToolFormat, are_tokens
         assert read(model, text) == ("It rains <b> in\n\nRome.", [("weather", PARIS)])
 
 
+@FORMATS
+@SPELLED
+@pytest.mark.each_value
+def test_beside_a_response_format_the_model_calls_or_answers(
+    format_: ToolFormat, are_tokens: bool
+) -> None:
+    """In the form of the answer, or by calls that fit, and in no third way."""
+    model = model_of(format_, are_tokens=are_tokens)
+    form = {"kind": "json_schema", "value": SHOWN, "is_strict": True}
+    grammar = grammar_of(model, functions=SHOWN_FUNCTIONS, is_forced=False, answer=form)
+    head = "" if model.files.reasoning is None else model.files.reasoning.before_first_answer
+    answer, calls = json.dumps(PARIS), shown(format_, PARIS)
+    for text, is_whole in [
+        *((head + answer, True), (calls, True), (head + '{"city": "Rome"}', False)),
+        *((f"{head}So: {answer}", False), (f"{head}So: {calls}", False), (answer + calls, False)),
+    ]:
+        assert (judge(model.grammars, grammar, model.ids(text)) == "whole") is is_whole, text
+    assert read(model, calls) == ("", [("weather", PARIS)])
+    assert read(model, head + answer) == (answer, [])
+    outputs = [draw(model.grammars, grammar, seed) for seed in range(6)]
+    for output in filter(None, outputs):
+        content, found = read(model, model.text(output))
+        check([("weather", json.loads(content))] if content else found, {"weather": SHOWN})
+        assert bool(content) != bool(found)
+
+
 @pytest.mark.parametrize("keyword", ["pattern", "format"])
 @pytest.mark.parametrize("syntax", ["tags", "gemma"])
 def test_what_a_syntax_cannot_force_is_refused_by_its_path(syntax: str, keyword: str) -> None:
