@@ -19,94 +19,62 @@ def string_parameters(schema: Schema) -> dict[str, tuple[str, ...]]:
     """The properties that may be strings, each with what else it may be: types, or values as JSON.
     One that may be anything is left out."""
     properties = schema.get("properties")
-    if not isinstance(properties, dict):
-        return {}
     kinds = _Kinds(schema)
-    found = {name: kinds.of(each) for name, each in properties.items()}
+    given = properties.items() if isinstance(properties, dict) else ()
+    found = {name: kinds.of(each) or frozenset() for name, each in given}
     return {
-        name: tuple(sorted(each for each in allowed if not _is_text(each)))
+        name: tuple(sorted(allowed - {"string"}))
         for name, allowed in found.items()
-        if allowed is not None and any(map(_is_text, allowed))
+        if "string" in allowed
     }
 
 
 _MAX_KINDS = 64  # alternatives, or values, of one schema that are looked at
 _MAX_NESTED = 32
-_Allowed = frozenset[str] | None  # types, and values as JSON; None: anything
 
 
 class _Kinds:
-    """What the schemas of one document allow, as far as it can be told of the type alone."""
+    """What the schemas of one document allow: types, and values other than strings as JSON; None:
+    anything."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._references: dict[str, Any] = {}
-        self._known: dict[int, _Allowed] = {}  # by the schema's id
+        self._known: dict[int, frozenset[str] | None] = {}  # by the schema's id
 
-    def of(self, schema: Any, depth: int = 0) -> _Allowed:
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
         schema = resolved(schema, self._root, self._references)
         if not isinstance(schema, dict) or depth > _MAX_NESTED:
             return None
         if id(schema) not in self._known:
             self._known[id(schema)] = frozenset()  # what a schema adds to itself
-            self._known[id(schema)] = self._combined(schema, depth + 1)
+            self._known[id(schema)] = self._named(schema, depth + 1)
         return self._known[id(schema)]
 
-    def _combined(self, schema: Schema, depth: int) -> _Allowed:
-        allowed = _named(schema.get("type"))
-        if (values := choices_of(schema)) is not None and len(values) <= _MAX_KINDS:
-            allowed = _both(allowed, frozenset(map(json.dumps, values)))
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            parts = schema.get(keyword)
-            if not isinstance(parts, list) or len(parts) > _MAX_KINDS:
-                continue
-            each = [self.of(part, depth) for part in parts]
-            if keyword == "allOf":
-                for one in each:
-                    allowed = _both(allowed, one)
-            elif None not in each:
-                allowed = _both(allowed, frozenset().union(*(one for one in each if one)))
-        return allowed
+    def _named(self, schema: Schema, depth: int) -> frozenset[str] | None:
+        types = [each for each in _listed(schema.get("type", [])) if isinstance(each, str)]
+        parts = next((schema[each] for each in _PARTS if each in schema), None)
+        if (values := choices_of(schema)) is not None and types != ["string"]:
+            named = ["string" if isinstance(each, str) else json.dumps(each) for each in values]
+        elif types:
+            named = [each for each in types if each != "boolean"]
+            named += ["true", "false"] if "boolean" in types else []
+        elif isinstance(parts, list) and len(parts) <= _MAX_KINDS:
+            allowed = [self.of(part, depth) for part in parts]
+            sets = [each for each in allowed if each is not None]
+            if "allOf" in schema:
+                return frozenset.intersection(*sets) if sets else None
+            return frozenset().union(*sets) if sets == allowed else None
+        else:
+            return None
+        return frozenset(named) if len(named) <= _MAX_KINDS else None
 
 
-def _named(types: Any) -> _Allowed:
-    names = [types] if isinstance(types, str) else types
-    if not isinstance(names, list) or len(names) > _MAX_KINDS:
-        return None
-    booleans = ("true", "false") if "boolean" in names else ()
-    return frozenset(name for name in names if isinstance(name, str) and name != "boolean").union(
-        booleans
-    )
+_PARTS = ("anyOf", "oneOf", "allOf")
 
 
-def _both(one: _Allowed, other: _Allowed) -> _Allowed:
-    if one is None or other is None or one == other:
-        return other if one is None else one
-    own = {each for each in one if _type(each) in other}
-    return (one & other).union(own, (each for each in other if _type(each) in one))
-
-
-def _type(allowed: str) -> str:
-    """The type of a value as JSON; "" of a type, and of true, false and null."""
-    if allowed.startswith('"'):
-        return "string"
-    if allowed.startswith(("[", "{")):
-        return "array" if allowed.startswith("[") else "object"
-    return "" if allowed.isalpha() else "number" if "." in allowed else "integer"
-
-
-def _is_text(allowed: str) -> bool:
-    return allowed == "string" or allowed.startswith('"')
-
-
-def is_string(schema: Any) -> bool:
-    """Whether a schema, which refers to no other, allows nothing but strings."""
-    if not isinstance(schema, dict):
-        return False
-    if "type" in schema:
-        return schema["type"] in ("string", ["string"])
-    values = choices_of(schema)
-    return bool(values) and all(isinstance(v, str) for v in values or ())
+def _listed(types: Any) -> Sequence[Any]:
+    return types if isinstance(types, list) else [types]
 
 
 def resolved(schema: Any, root: Schema, known: dict[str, Any] | None = None) -> Any:
@@ -260,27 +228,28 @@ class TagArguments(Arguments):
         the opening mark may say of them. `types`: what the argument may be beside a string;
         `within`: the ids of the schemas of which this one is a part."""
         value = resolved(schema, self.root)
-        if is_string(value) or says_nothing(value):
-            yield _STRING_TYPES, self._text(value if isinstance(value, dict) else {}, path, types)
+        if says_nothing(value):
+            yield _STRING_TYPES, self._text({}, path, types)
             return
-        if not isinstance(value, dict) or not any(map(_is_text, self._kinds.of(value) or ())):
+        if not isinstance(value, dict) or "string" not in (self._kinds.of(value) or ()):
             yield _OTHER_TYPES, self._json(schema)
             return
-        keyword = next((each for each in ("anyOf", "oneOf", "allOf") if each in value), None)
-        if keyword is not None and (keyword != "allOf" or len(value[keyword]) == 1):
+        names = _listed(value.get("type", ()))
+        keyword = next((each for each in _PARTS if each in value), "")
+        if (choices := choices_of(value)) is not None:
+            yield _STRING_TYPES, self._text(value, path)
+            if rest := [each for each in choices if not isinstance(each, str)]:
+                yield _OTHER_TYPES, self._json({"enum": rest})
+        elif "type" in value:
+            self.check(value, OF_TEXTS if names == ["string"] else _OF_SEVERAL, path)
+            yield _STRING_TYPES, self._text(value, path, types)
+            if rest := [each for each in names if each != "string"]:
+                yield _OTHER_TYPES, self._json({**value, "type": rest})
+        elif keyword != "allOf" or len(value[keyword]) == 1:
             self.check(value, frozenset({keyword}), path)
             for i, part in enumerate(value[keyword] if id(value) not in within else ()):
                 place = (*path, keyword, str(i))
                 yield from self._values(part, place, types, within | {id(value)})
-        elif (choices := choices_of(value)) is not None:
-            yield _STRING_TYPES, self._text(value, path)
-            rest = [each for each in choices if not isinstance(each, str)]
-            yield _OTHER_TYPES, self._json({"enum": rest})
-        elif isinstance(names := value.get("type"), list):
-            own = {key: each for key, each in value.items() if key in OF_TEXTS | _PATTERNS}
-            yield _STRING_TYPES, self._text(own, path, types)
-            rest = [each for each in names if each != "string"]
-            yield _OTHER_TYPES, self._json({**value, "type": rest})
         else:
             self.check(value, frozenset(), path)
             yield _STRING_TYPES, self._text({}, path, types)
@@ -297,7 +266,6 @@ class TagArguments(Arguments):
             self.check(schema, OF_CHOICES, path)
             texts = [quoted(each) for each in choices if isinstance(each, str)]
             return f"{either(*texts)} {self.lark.literal(close)}"
-        self.check(schema, OF_TEXTS, path)
         unlike = "".join(f" & ~/{_LOOKS[each]}/" for each in sorted(types))
         return self.raw(f"/(?s:.){times(schema)}/{unlike}", close)
 
@@ -314,6 +282,7 @@ _OF_NUMBERS = frozenset(
     {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 _PATTERNS = frozenset({"pattern", "format"})
+_OF_SEVERAL = OF_TEXTS | OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS
 _ALTERNATIVES = ("anyOf", "oneOf")  # no `oneOf` here overlaps: JSON's grammar took it
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.\-]+")
 _NUMBERS = {  # limited to a size that every reader accepts
