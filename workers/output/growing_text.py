@@ -102,7 +102,7 @@ class GrowingText:
     def since_mark(self) -> str:
         """Returns the text read since the mark, which ends here."""
         assert self._mark is not None
-        text, self._mark = self._text[self._mark : self._at], None
+        text, self._mark = self.marked, None
         return text
 
     def rewind(self) -> None:

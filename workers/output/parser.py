@@ -211,20 +211,16 @@ class OutputParser:
             return
         self._text.mark(len(found.group()))
         closed = yield from self._text.until(end, lambda _: None)
-        thought = self._text.marked
+        thought = self._text.marked.removesuffix(closed.group() if closed else "")
+        if closed is not None and thought.rstrip().endswith(calls.last_mark):
+            is_last = (yield from self._text.match(_NOT_SPACE)) is None and self._text.has_ended
+            closed = None if is_last else closed
         if closed is not None:
-            thought = thought[: -len(closed.group())]
-            is_last = thought.rstrip().endswith(calls.last_mark)
-            if not (is_last and (yield from self._ends_here())):
-                self._text.since_mark()
-                self._message.think(thought)
-                return
+            self._text.since_mark()
+            self._message.think(thought)
+            return
         self._text.rewind()
-        if closed is not None:
-            self._text.unread = thought
-
-    def _ends_here(self) -> Reading[bool]:
-        return (yield from self._text.match(_NOT_SPACE)) is None and self._text.has_ended
+        self._text.unread = thought
 
     def _read_answer(self, tail: tuple[str, ...], calls: CallsParser | None) -> Reading[None]:
         """Reads content, and calls within it. `tail`: the parts of what may follow the content."""

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed, JobMark
-from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef, SamplingParams
+from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
@@ -164,7 +164,8 @@ class Choice:
     def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
         """Adds a token and the text it releases. A stop token has no text."""
         self.token_ids.append(token_id)
-        if self._is_stop_token(token_id):
+        is_due = token_id in self.stop_token_ids and len(self.token_ids) > self.min_tokens
+        if is_due and self.parser is not None and self.parser.in_answer:
             finish_reason = FinishReason.STOP
         if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             self.end(FinishReason.STOP)
@@ -174,11 +175,6 @@ class Choice:
             self._finish(FinishReason.STOP)
         elif finish_reason is not None:
             self.end(finish_reason)
-
-    def _is_stop_token(self, token_id: int) -> bool:
-        is_answer = self.parser is None or self.parser.in_answer
-        is_due = len(self.token_ids) > self.min_tokens
-        return is_answer and is_due and token_id in self.stop_token_ids
 
     def end(self, finish_reason: FinishReason) -> None:
         self._add(self.text.flush())
@@ -410,21 +406,18 @@ class HeldJob:
                 choice.num_logged = len(choice.token_ids)
                 choice.num_reasoning_logged = choice.num_reasoning
 
-    @property
-    def _engine_params(self) -> SamplingParams:
-        takes_stops = any(choice.stop_token_ids for choice in self._choices)
-        params = self.job.params
-        return replace(params, stop_token_ids=()) if takes_stops else params
-
     def start_message(self) -> Request:
         """The message that makes the engine continue this job where its log ends."""
+        params = self.job.params
+        if any(choice.stop_token_ids for choice in self._choices):
+            params = replace(params, stop_token_ids=())
         return Request(
             self.job.id,
             self.epoch,
             self.job.tenant,
             self.job.lane,
             self.job.prompts,
-            self._engine_params,
+            params,
             tuple([tuple(choice.token_ids) for choice in self._choices]),
             tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,

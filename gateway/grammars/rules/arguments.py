@@ -53,7 +53,8 @@ class _Kinds:
 
     def _named(self, schema: Schema, depth: int) -> frozenset[str] | None:
         types = [each for each in _listed(schema.get("type", [])) if isinstance(each, str)]
-        parts = next((schema[each] for each in _PARTS if each in schema), None)
+        keyword = next((each for each in _PARTS if each in schema), "")
+        parts = schema.get(keyword)
         if (values := choices_of(schema)) is not None and types != ["string"]:
             named = ["string" if isinstance(each, str) else json.dumps(each) for each in values]
         elif types:
@@ -62,7 +63,7 @@ class _Kinds:
         elif isinstance(parts, list) and len(parts) <= _MAX_KINDS:
             allowed = [self.of(part, depth) for part in parts]
             sets = [each for each in allowed if each is not None]
-            if "allOf" in schema:
+            if keyword == "allOf":
                 return frozenset.intersection(*sets) if sets else None
             return frozenset().union(*sets) if sets == allowed else None
         else:
@@ -238,7 +239,8 @@ class TagArguments(Arguments):
         keyword = next((each for each in _PARTS if each in value), "")
         if (choices := choices_of(value)) is not None:
             yield _STRING_TYPES, self._text(value, path)
-            if rest := [each for each in choices if not isinstance(each, str)]:
+            rest = [each for each in choices if not isinstance(each, str)]
+            if rest and names != ["string"]:
                 yield _OTHER_TYPES, self._json({"enum": rest})
         elif "type" in value:
             self.check(value, OF_TEXTS if names == ["string"] else _OF_SEVERAL, path)
