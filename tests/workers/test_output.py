@@ -116,6 +116,33 @@ def test_a_resume_keeps_every_boundary() -> None:
         assert deltas_of(says(held, token_ids, 1)) == deltas_of(whole)[cut:]
 
 
+CODER = files_of(next(each for each in TOOL_FORMATS if each.name == "qwen3_coder"), THINK)
+_CLOSE = "</function>\n</tool_call>"
+_CALL = f"<function=find>\n<parameter=text>\nx\n</parameter>\n{_CLOSE}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>so <tool_call>\n{_CALL}",
+        f"<think>so <tool_call>\n{_CALL}\n</think>\n\n",
+        f"<think>so</think>{_CALL}",
+        f"<think>so</think><tool_call>\n<function=find>\n<parameter=text>\nx\n{_CLOSE}",
+    ],
+)
+def test_slips_are_read_alike_after_any_interruption(text: str) -> None:
+    token_ids = encode_text(text)
+    whole = Chat(CODER).say(token_ids)
+    message, _, reason = message_of(whole)
+    assert (message.reasoning, message.content) == ("so", "")
+    assert [call.arguments for call in message.tool_calls] == ['{"text": "x"}']
+    assert reason is FinishReason.TOOL_CALLS
+    for cut in range(len(whole)):
+        held = Chat(CODER).hold()
+        held.replay(whole[:cut])
+        assert deltas_of(says(held, token_ids, 1)) == deltas_of(whole)[cut:]
+
+
 @pytest.mark.parametrize("per_event", [2, 7, 1000])
 def test_events_may_have_many_tokens(per_event: int) -> None:
     """Only how many deltas there are differs."""
