@@ -8,6 +8,7 @@ from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from contract.answers import usage
 from contract.function_types import JobMark, JobView, QueuePosition, Submitted
 from contract.jobs import Endpoint, Job, JobStatus, MarkKind, ResumeKind, public_status
 from contract.outbox import CallbackState
@@ -22,7 +23,6 @@ from gateway.follow.answer_models import (
     TextCompletion,
     Usage,
 )
-from gateway.follow.answers import usage
 from gateway.follow.members import TreeCall
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response

@@ -43,7 +43,7 @@ class CallbackBody(OwnModel):
         None, description="`whsec_` and base64 of 24 to 64 bytes; default: the installation's"
     )
     payload: Literal["thin", "full"] | None = Field(
-        None, description="`full`: also text of up to 250 kB; default: `thin`"
+        None, description="`full`: also a result of up to 250 kB; default: `thin`"
     )
     events: list[Literal["job.started", "job.progress"]] | None = Field(
         None, max_length=2, description="sent beside the end; default: none"
