@@ -23,6 +23,7 @@ from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
+from workers.output.stop_strings import stop_strings
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 _PYTHON_TAG = "<|python_tag|>"
@@ -99,7 +100,8 @@ class ChoiceText:
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = context if self._prompt_end else []
-        self._stop = stop
+        self._stops = stop_strings(stop)
+        self._begun = 0  # state of the stop strings
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""  # decoded, but possibly the start of a stop string
@@ -117,9 +119,7 @@ class ChoiceText:
             return ""
         self._undecoded.clear()
         piece = self._after_prompt(piece)
-        if self._num_tokens <= self._min_tokens or not self._stop:
-            return piece
-        return self._release(self._held + piece)
+        return piece if self._num_tokens <= self._min_tokens else self._release(piece)
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
@@ -134,22 +134,17 @@ class ChoiceText:
         self._prompt_end = ""
         return text
 
-    def _release(self, text: str) -> str:
-        """Returns `text` up to its first stop string, or up to what may begin one."""
-        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
-        if starts:
-            self.is_stopped, self._held = True, ""
-            return text[: min(starts)]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        cut = len(text) - num_held
+    def _release(self, piece: str) -> str:
+        """Returns the text up to its first stop string, or up to what may begin one."""
+        stops, text = self._stops, self._held + piece
+        for end, char in enumerate(piece, len(self._held) + 1):
+            self._begun = stops.after(self._begun, char)
+            if num := stops.num_found[self._begun]:
+                self.is_stopped, self._held = True, ""
+                return text[: end - num]
+        cut = len(text) - stops.num_begun[self._begun]
         self._held = text[cut:]
         return text[:cut]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
