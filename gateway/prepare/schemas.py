@@ -73,6 +73,7 @@ MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
 MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
 MAX_TOP_LOGPROBS = 20
+MAX_LISTED_IDS = 1_024  # as many as vLLM takes
 _INT64 = 2**63
 _MAX_NAME = 64
 
@@ -615,7 +616,9 @@ class Sampled(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1, description="default: the model's, else 1")
     presence_penalty: _Penalty = None
     frequency_penalty: _Penalty = None
-    documents: list[str] | None = Field(None, max_length=2048, description="for templates of flows")
+    documents: list[str | Annotated[dict[str, str], Field(max_length=16)]] | None = Field(
+        None, max_length=2048, description="for templates of flows, and of chats that read them"
+    )
 
 
 class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
@@ -637,6 +640,9 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIASES, description="by token id; -100 forbids it"
     )
+    add_special_tokens: bool | None = Field(
+        None, description="beside the prompt's own; default: true, of chats false"
+    )
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="64 bits, the highest ignored; -1, default: by chance"
     )
@@ -647,6 +653,20 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
         None, description=f"what ends a choice; all have at most {MAX_STOP_BYTES:,} bytes together"
     )
     stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
+    include_stop_str_in_output: bool | None = Field(None, description="what ended it stays in it")
+    allowed_token_ids: list[int] | None = Field(
+        None, min_length=1, max_length=MAX_LISTED_IDS, description="no other tokens are generated"
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=64, description="texts that are not generated, as vLLM tokenizes them"
+    )
+    skip_special_tokens: bool | None = Field(None, description="in texts; default: true")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="as the tokenizer has them; default: true"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens of log probabilities are `token_id:<id>`"
+    )
     ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
     stream: bool | None = Field(None, description="the answer in events; default: false")
     stream_options: StreamOptions | None = Field(None, description="usage in the last chunk or all")
@@ -681,6 +701,15 @@ class ChatBody(WithTools, _SamplingBody):
     ] = Field(description="the conversation; `content` is text, or parts: text and images")
     max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
     reasoning_effort: Effort | None = Field(None, description="default: the model's")
+    add_generation_prompt: bool | None = Field(
+        None, description="the prompt begins an answer; default: true"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the prompt ends with the last message; default: false"
+    )
+    chat_template: Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)] | None = Field(
+        None, description="in the place of the model's; needs the scope `templates`"
+    )
     logprobs: bool | None = Field(None, description="of the output's tokens; default: false")
     top_logprobs: TopLogprobs = Field(None, description="alternatives per token; needs `logprobs`")
 
@@ -688,6 +717,8 @@ class ChatBody(WithTools, _SamplingBody):
     def _fits(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("needs logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("excludes add_generation_prompt", "continue_final_message")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise refusal("differs from max_completion_tokens: give one", "max_tokens")

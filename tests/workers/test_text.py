@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer, output_text
 from workers.output.stop_strings import StopStrings
@@ -55,6 +56,24 @@ def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
     whole, pieces, stopped = run(text, *stop)
     assert (whole, stopped) == (expected, found)
     assert all(expected.startswith("".join(pieces[:n])) for n in range(len(pieces)))
+
+
+def test_a_stop_that_is_shown_ends_the_text() -> None:
+    """Whole, and nothing is held back for it."""
+    choice = ChoiceText(tokenizer, (), ("bc",), 0, shows_stop=True)
+    assert [choice.push(token_id) for token_id in b"abc"] == ["a", "b", "c"]
+    assert choice.is_stopped
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_added_tokens_are_joined_where_no_spaces_are_wanted(joins: bool) -> None:
+    """As vLLM does: a tokenizer that shows a space before each token shows none between them."""
+    plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    plain.add_special_tokens(["<x>", "<y>"])
+    ids = [0, 2, 3, 1]
+    choice = ChoiceText(plain, (), (), 0, frozenset(), joins_special=joins)
+    text = "".join(map(choice.push, ids)) + choice.flush()
+    assert text == ("a <x><y> b" if joins else plain.decode(ids, skip_special_tokens=False))
 
 
 def test_the_steps_of_a_search_are_linear_in_the_text_however_many_stops_there_are() -> None:
