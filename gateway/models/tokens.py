@@ -469,8 +469,7 @@ class ModelTokenizer:
 
     def end_of(self, token_ids: Sequence[int]) -> str:
         """The end of a prompt's text, with its special tokens."""
-        text: str = self._tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
-        return text
+        return self.decode(token_ids[-_END_TOKENS:])
 
     @cached_property
     def marks(self) -> dict[str, Any]:
@@ -504,9 +503,28 @@ class ModelTokenizer:
             return bytes.fromhex(token[3:5])  # byte fallback
         return token.replace("\u2581", " ").encode()
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, with that of special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary has them."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def _encode(self, given: Sequence[Given], adds_special_tokens: bool) -> Any:
         # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
         return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
+
+
+class TokensById(ModelTokenizer):
+    """A tokenizer whose tokens are shown by their ids, as in vLLM."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.__dict__ |= tokenizer.__dict__
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f"token_id:{token_id}".encode()
 
 
 def _slices(given: Sequence[Given]) -> Iterator[list[Given]]:

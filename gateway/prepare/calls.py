@@ -46,6 +46,7 @@ async def prepare_call(
     """Returns the job of a call with its prompts, and its submission with the bounds of the lane.
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
     known = gateway.broker.known
+    job = replace(job, model=await known.named(job.model))
     card = (await known.models()).get(job.model)
     if card is None:
         raise await unknown_model_error(gateway.broker, job.model, job.tenant)

@@ -320,15 +320,15 @@ def _tool_constraint(
 
 
 async def prompts_of(
-    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, most: int = 0
 ) -> tuple[Prompts, int | None]:
     """Returns the token ids of each prompt, and how many were cut off, if the call asks for
-    cutting. A chat is one prompt."""
+    cutting. A chat is one prompt. `most`: tokens of one; 0: of the context."""
     given, cut = await _given(tokenizer, card, body)
     num_chars = _num_chars(given)
     encoded = tokenizer.encode_prompts(
         [("", each) for each in given],
-        card.context_length,
+        most or card.context_length,
         cut,
         adds_special_tokens=_adds_special_tokens(body),
     )

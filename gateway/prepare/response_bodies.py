@@ -55,7 +55,7 @@ _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 
 LOGPROBS = "message.output_text.logprobs"
-_HOSTED = "only functions are supported: this server hosts no tools"
+HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect; those of chats beside OpenAI's.
 UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
@@ -265,14 +265,14 @@ def _functions(value: Any) -> Any:
     for i, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise unsupported(_HOSTED, f"{i}.type")
+            raise unsupported(HOSTED, f"{i}.type")
     return value
 
 
 def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise unsupported(_HOSTED, "type")
+        raise unsupported(HOSTED, "type")
     return value
 
 
@@ -454,12 +454,6 @@ class ResponseBody(Templated, Sampled, CallFields):
 
     def left_out(self) -> list[str]:
         return [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, HostedTool)]
-
-    def check_no_hosted_tools(self) -> None:
-        """Raises ApiError."""
-        for i, tool in enumerate(self.tools or ()):
-            if isinstance(tool, HostedTool):
-                raise bad_request(UNSUPPORTED, f"tools.{i}.type: {_HOSTED}", f"tools.{i}.type")
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:
         functions = [{name: v for name, v in tool if name != "type"} for tool in self.functions]

@@ -11,9 +11,9 @@ from contract.function_types import Submission
 from contract.jobs import Job
 from contract.response_events import Item, ResponseEvents, ResponseRecord, encode_record, item_id
 from gateway.follow.stored_responses import read_response, replayed, response_of_item
-from gateway.http.errors import ApiError, bad_request, invalid_value, not_found
+from gateway.http.errors import UNSUPPORTED, ApiError, bad_request, invalid_value, not_found
 from gateway.prepare.calls import prepare_call
-from gateway.prepare.response_bodies import ItemReference, ResponseBody, renamed
+from gateway.prepare.response_bodies import HOSTED, ItemReference, ResponseBody, renamed
 from gateway.settings import variable
 from gateway.state import Gateway
 
@@ -155,8 +155,8 @@ async def prepare_response(
     """Returns the job, which contains the request, and its submission. The response's metadata is
     also the job's, unless the submission has other values. `job` and `submission`: as Caller makes
     them. Raises ApiError."""
-    if not gateway.settings.leaves_out_hosted_tools:
-        body.check_no_hosted_tools()
+    if (names := body.left_out()) and not gateway.settings.leaves_out_hosted_tools:
+        raise bad_request(UNSUPPORTED, f"{', '.join(names)}: {HOSTED}", "tools")
     metadata = {**(body.metadata or {}), **submission.metadata}
     submission = msgspec.structs.replace(submission, metadata=metadata)
     items = await conversation(gateway, job.tenant, body)

@@ -13,7 +13,9 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import to_json
@@ -640,9 +642,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIASES, description="by token id; -100 forbids it"
     )
-    add_special_tokens: bool | None = Field(
-        None, description="beside the prompt's own; default: true, of chats false"
-    )
+    add_special_tokens: bool | None = Field(None, description="default: true, of chats false")
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="64 bits, the highest ignored; -1, default: by chance"
     )
@@ -661,12 +661,8 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
         None, max_length=64, description="texts that are not generated, as vLLM tokenizes them"
     )
     skip_special_tokens: bool | None = Field(None, description="in texts; default: true")
-    spaces_between_special_tokens: bool | None = Field(
-        None, description="as the tokenizer has them; default: true"
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="tokens of log probabilities are `token_id:<id>`"
-    )
+    spaces_between_special_tokens: bool | None = Field(None, description="default: true")
+    return_tokens_as_token_ids: bool | None = Field(None, description="in log probabilities")
     ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
     stream: bool | None = Field(None, description="the answer in events; default: false")
     stream_options: StreamOptions | None = Field(None, description="usage in the last chunk or all")
@@ -701,12 +697,8 @@ class ChatBody(WithTools, _SamplingBody):
     ] = Field(description="the conversation; `content` is text, or parts: text and images")
     max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
     reasoning_effort: Effort | None = Field(None, description="default: the model's")
-    add_generation_prompt: bool | None = Field(
-        None, description="the prompt begins an answer; default: true"
-    )
-    continue_final_message: bool | None = Field(
-        None, description="the prompt ends with the last message; default: false"
-    )
+    add_generation_prompt: bool | None = Field(None, description="default: true")
+    continue_final_message: bool | None = Field(None, description="answers go on with the last")
     chat_template: Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)] | None = Field(
         None, description="in the place of the model's; needs the scope `templates`"
     )
@@ -762,3 +754,29 @@ class CompletionBody(_SamplingBody):
 
 
 GenerationBody = ChatBody | CompletionBody
+
+
+class TokenizedChat(ChatBody):
+    model: str = Field("", max_length=256)
+    return_token_strs: bool | None = None
+
+
+class TokenizedPrompt(CompletionBody):
+    model: str = Field("", max_length=256)
+    return_token_strs: bool | None = None
+
+
+# POST /tokenize: the body of a call, or what of it makes the prompt.
+TokenizeBody = Annotated[
+    Annotated[TokenizedChat, Tag("chat")] | Annotated[TokenizedPrompt, Tag("completion")],
+    Discriminator(lambda body: "chat" if "messages" in body else "completion"),
+]
+
+
+class DetokenizeBody(StrictModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field("", max_length=256)
+    tokens: TokenIds

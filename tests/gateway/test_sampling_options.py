@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from contract.model_cards import TokenizerFiles
 from gateway.models.tokens import ModelTokenizer
@@ -17,7 +16,6 @@ from infra.demo_model import demo_model_path
 from tests.fakes import EOS_ID
 from tests.gateway.conftest import error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
-from workers.model.tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -72,6 +70,8 @@ async def test_what_cannot_hold_is_refused(
 def test_bad_words_are_tokenized_as_by_vllm() -> None:
     """`SamplingParams.update_from_tokenizer`: at the start of a text, and behind a space where that
     is another token."""
+    from transformers import PreTrainedTokenizerFast  # loads torch
+
     words = ("the", "cat", "a")
     model = WordLevel(
         {
@@ -120,6 +120,10 @@ async def test_tokens_are_shown_by_their_ids(worker: FakeWorker, http: httpx.Asy
 @pytest.mark.parametrize("skips", [True, False])
 def test_offsets_count_special_tokens_that_are_shown(skips: bool) -> None:
     """As the text has them."""
+    from transformers import AutoTokenizer  # loads torch
+
+    from workers.model.tokenizer import read_tokenizer
+
     path = str(demo_model_path())
     tokenizer = ModelTokenizer("demo", read_tokenizer(path))
     stream = tokenizer.text_stream(skips_special=skips)

@@ -16,7 +16,6 @@ from tests.fakes import BOS_ID, hash_tokenizer, output_text
 from tests.gateway.conftest import Bearer, Gateways, error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.gateway.test_templates import GREEDY, HOSTILE, UNREADABLE
-from workers.model.transformers_compat import render_jinja_template
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +38,8 @@ LAST = ["Once upon", "Once upon ", " \nOnce\n\n", "x</>\n", [{"type": "text", "t
 @pytest.mark.parametrize("last", LAST, ids=map(repr, LAST))
 def test_prompts_end_as_in_transformers(name: str, last: Any) -> None:
     """Behind the last message, at its end, or where an answer begins."""
+    from workers.model.transformers_compat import render_jinja_template  # loads torch
+
     if name == "stripped" and not isinstance(last, str):
         pytest.skip("a template that takes no parts")
     messages = [{"role": "user", "content": "x</>"}, {"role": "assistant", "content": last}]

@@ -319,7 +319,7 @@ def adjust_logits(
         row * vocab_size + word[-1]
         for row, p in params.items()
         for word in p.bad_words
-        if _ends_with(sequences[row], word[:-1])
+        if _last_output(sequences[row], len(word) - 1) == [*word[:-1]]
     ]
     if bad:
         flat.index_fill_(0, torch.tensor(bad, device=flat.device), _LEAST)
@@ -335,12 +335,8 @@ def adjust_logits(
     return scores
 
 
-def _ends_with(sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
-    """Whether these are the last tokens of its output."""
-    num = len(token_ids)
-    return num <= sequence.num_output and (
-        num == 0 or tuple(sequence.token_ids[-num:]) == token_ids
-    )
+def _last_output(sequence: Sequence, num: int) -> list[int]:
+    return sequence.token_ids[max(sequence.num_prompt, sequence.num_known - num) :]
 
 
 def asks_for_change(sequence: Sequence) -> bool:

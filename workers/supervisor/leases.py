@@ -113,7 +113,11 @@ class LeaseKeeper:
             await self._broker.ensure_library()
             settings = self._settings
             card = make_card(
-                settings.served_model_name, ready, lanes, truncates=settings.auto_truncate
+                settings.served_model_name,
+                ready,
+                lanes,
+                truncates=settings.auto_truncate,
+                path=settings.engine.model_path,
             )
             await self._broker.publish_model(card, ready.tokenizer)
         except BrokerUnfit:
