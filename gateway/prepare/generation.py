@@ -48,7 +48,6 @@ _DEFAULTS: Mapping[str, float] = {
     if field.name in GenerationDefaults.__struct_fields__ and field.name != "top_k"
 }
 
-RANDOM_SEED = -1  # as in vLLM, llama.cpp and Ollama
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -99,7 +98,6 @@ def sampling_params(
         given, of_model = getattr(body, name), getattr(own, name)
         of_model = default if of_model is None else of_model
         chosen[name] = float(of_model if given is None else given)
-    draws_seed = body.seed in (None, RANDOM_SEED)
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_ids("stop_token_ids", stop_token_ids, card)
     allowed_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
@@ -110,8 +108,8 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max(caps),
         # The engine's seeds have 63 bits.
-        seed=default_seed(job_id) if draws_seed else (body.seed or 0) % 2**63,
-        varies_seed=draws_seed and len(caps) > 1,
+        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
+        varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
         expected_tokens=_expected_tokens(body, max(caps)),
         **chosen,

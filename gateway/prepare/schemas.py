@@ -53,6 +53,12 @@ _OF_STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("structural_tag", "whitespace_pattern", "_backend"), ()),
     **dict.fromkeys(("disable_fallback", "_backend_was_auto"), (False,)),
 }
+_OF_SAMPLED: Mapping[str, tuple[Any, ...]] = {
+    **UNSUPPORTED,
+    **dict.fromkeys(("max_tokens", "seed"), (-1,)),  # of llama.cpp and vLLM
+    "logit_bias": ([],),
+}
+_OF_CHATS: Mapping[str, tuple[Any, ...]] = {**_OF_SAMPLED, "max_completion_tokens": (-1,)}
 _OF_TOOL: Mapping[str, tuple[Any, ...]] = {"strict": (False,)}
 
 MAX_TOOLS = 128
@@ -627,7 +633,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     """Parameters of both endpoints."""
 
     model_config = ConfigDict(extra="forbid")
-    unasked = UNSUPPORTED
+    unasked = _OF_SAMPLED
 
     max_tokens: int | None = Field(None, ge=1, description="of a choice; default: as many as fit")
     min_tokens: int | None = Field(None, ge=0, description="up to `max_tokens`; default: 0")
@@ -690,6 +696,8 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
 class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
+    unasked = _OF_CHATS
+
     messages: Annotated[
         list[Message],
         Field(min_length=1, max_length=MAX_MESSAGES),
@@ -707,7 +715,7 @@ class ChatBody(WithTools, _SamplingBody):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refusal("needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise refusal("excludes add_generation_prompt", "continue_final_message")

@@ -47,28 +47,39 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
     **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "repetition_detection"), ()),
     **dict.fromkeys(("guided_whitespace_pattern", "logprob_token_ids", "prompt_embeds"), ()),
-    **dict.fromkeys(("logits_processors", "mm_payload"), ([],)),
     "include_reasoning": (True,),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_payload": ("tensors",),
     "routed_experts_prompt_start": (0,),
+    "thinking_token_budget": (),
     # SGLang
     **dict.fromkeys(("custom_logit_processor", "custom_params", "ebnf", "lora_path"), ()),
-    **dict.fromkeys(("regex", "session_params", "stop_regex"), ()),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "regex"), ()),
+    **dict.fromkeys(("session_params", "stop_regex"), ()),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_meta_info"), (False,)),
+    **dict.fromkeys(("return_prompt_token_ids", "use_audio_in_video"), (False,)),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
     # llama.cpp
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
     **dict.fromkeys(("min_keep", "n_discard", "n_indent", "n_keep", "n_probs"), (0,)),
     **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p", "typical_p"), (1,)),
-    **dict.fromkeys(("n_predict", "reasoning_budget"), (-1,)),
-    **dict.fromkeys(("grammar_lazy", "penalize_nl", "post_sampling_probs"), (False,)),
+    **dict.fromkeys(("adaptive_target", "n_predict", "reasoning_budget"), (-1,)),
+    **dict.fromkeys(
+        ("backend_sampling", "grammar_lazy", "penalize_nl", "post_sampling_probs"), (False,)
+    ),
     **dict.fromkeys(("reasoning_in_content", "return_progress", "return_tokens"), (False,)),
-    **dict.fromkeys(("image_data", "lora", "response_fields", "samplers"), ([],)),
+    **dict.fromkeys(
+        ("image_data", "lora", "preserved_tokens", "response_fields", "samplers"), ([],)
+    ),
+    "chat_format": ("Content-only",),
     "grammar": ("",),
     "json_schema": ({},),
+    "n_cmpl": (1,),
     "parse_tool_calls": (True,),
     "reasoning_format": ("auto", "deepseek"),
+    "t_max_predict_ms": (0, -1),
     "thinking_forced_open": (False,),
     "top_n_sigma": (-1, 0),
 }
@@ -80,12 +91,18 @@ IGNORED = frozenset(
         *("client_metadata", "client_request_id", "run_id", "span_id", "turn_id"),  # Codex, others
         *("cache_salt", "priority", "request_id", "session_id"),  # vLLM, Cohere
         *("data_parallel_rank", "guided_decoding_backend", "stream_interval"),  # vLLM
-        *("extra_key", "rid"),  # SGLang
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key", "rid"),  # SGLang
         *("cache_control", "provider", "usage"),  # OpenRouter
         *("extra_headers", "extra_query", "timeout"),  # options of OpenAI's client
         *("litellm_call_id", "litellm_metadata", "litellm_session_id", "litellm_trace_id"),
-        *("cache_prompt", "id_slot", "timings_per_token"),  # llama.cpp
-        *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token"),  # llama.cpp
+        *(
+            "adaptive_decay",
+            "dry_allowed_length",
+            "dry_base",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+        ),
         *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"),
         *("keep_alive", "ttl"),  # Ollama, LM Studio
         *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
@@ -188,10 +205,12 @@ class StrictModel(BaseModel):
         known = _known_names(cls)
         kept = {name: fields[name] for name in known if name in fields}
         ignored = []
+        for name in sorted(cls.unasked.keys() & fields.keys()):
+            if name not in known:
+                _check_asks_for_nothing(name, fields[name], cls.unasked[name])
+            elif fields[name] in cls.unasked[name]:
+                del kept[name]
         if len(kept) < len(fields):
-            for name, value in fields.items():
-                if name in cls.unasked and name not in known:
-                    _check_asks_for_nothing(name, value, cls.unasked[name])
             ignored = [*itertools.islice(cls._unknown(fields), len(IGNORED))]
         model = validated(kept)
         if cls.names_of_objects:

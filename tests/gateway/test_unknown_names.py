@@ -161,6 +161,28 @@ def test_values_that_ask_for_nothing_are_taken(model: type[CallFields], name: st
         model.model_validate(body | {name: "no such value"})
 
 
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (ChatBody, {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1, "logit_bias": []}),
+        (ChatBody, {"logprobs": False, "top_logprobs": 0, "thinking_token_budget": None}),
+        (CompletionBody, {"max_tokens": -1, "seed": -1, "logit_bias": [], "echo": False}),
+        (ResponseBody, {"max_output_tokens": -1, "seed": -1, "logit_bias": {}, "top_k": -1}),
+    ],
+)
+def test_values_of_known_names_that_ask_for_nothing_are_the_defaults(
+    model: type[CallFields], fields: dict[str, Any]
+) -> None:
+    """Those that other servers' programs write out."""
+    body = next(body for each, body in BODIES if each is model)
+    found, expected = (model.model_validate(body | each) for each in (fields, {}))
+    ours = fields.keys() - {"logprobs", "top_logprobs", "echo"}
+    assert [(n, getattr(found, n)) for n in ours & model.model_fields.keys()] == [
+        (n, getattr(expected, n)) for n in ours & model.model_fields.keys()
+    ]
+    assert named(found) == []
+
+
 _OBJECT = {"type": "object"}
 
 

@@ -23,7 +23,7 @@ from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
-from workers.output.stop_strings import stop_strings
+from workers.output.stop_strings import StopStrings, stop_strings
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 _PYTHON_TAG = "<|python_tag|>"
@@ -105,7 +105,7 @@ class ChoiceText:
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = context if self._prompt_end else []
-        self._stops = stop_strings(stop)
+        self._stops = stop_strings(stop) if stop else None
         self._begun = 0  # state of the stop strings
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -132,7 +132,9 @@ class ChoiceText:
             content = self._added.get(token_id)
             piece = content if content is not None and self._was_added else piece
             self._was_added = content is not None
-        return piece if self._num_tokens <= self._min_tokens else self._release(piece)
+        if self._num_tokens <= self._min_tokens or self._stops is None:
+            return piece
+        return self._release(self._stops, piece)
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
@@ -147,9 +149,9 @@ class ChoiceText:
         self._prompt_end = ""
         return text
 
-    def _release(self, piece: str) -> str:
+    def _release(self, stops: StopStrings, piece: str) -> str:
         """Returns the text up to its first stop string, or up to what may begin one."""
-        stops, text = self._stops, self._held + piece
+        text = self._held + piece
         for end, char in enumerate(piece, len(self._held) + 1):
             self._begun = stops.after(self._begun, char)
             if num := stops.num_found[self._begun]:
