@@ -94,8 +94,7 @@ def _finite(logprob: float) -> float:
 
 def _named(job: Job, tokenizer: ModelTokenizer | None) -> ModelTokenizer | None:
     """The tokenizer, with the names of tokens that log probabilities show."""
-    by_id = tokenizer is not None and job.return_tokens_as_token_ids
-    return TokensById(tokenizer) if tokenizer is not None and by_id else tokenizer
+    return TokensById(tokenizer) if tokenizer and job.return_tokens_as_token_ids else tokenizer
 
 
 class PromptPart:
@@ -127,8 +126,7 @@ class PromptPart:
     def output_stream(self) -> TextStream:
         """The text of a choice, which follows the echo."""
         assert self._tokenizer is not None
-        skips = self._job.params.skip_special_tokens
-        return self._tokenizer.text_stream(self.prompt_ids, len(self.text), skips_special=skips)
+        return self._tokenizer.text_stream(self.prompt_ids, len(self.text))
 
     def echoed_logprobs(self) -> dict[str, list[Any]] | None:
         """Log probabilities of an echo, in the format of completions; null for the first token."""

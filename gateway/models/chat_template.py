@@ -196,16 +196,14 @@ def prepare(start: Any) -> Callable[[Any], str]:
         """Returns one prompt, or a JSON list of them for pairs."""
         if "pairs" in request:
             return json.dumps(plain.render_pairs(**request), ensure_ascii=False)
-        source, template = request.pop("source"), with_tools if request["tools"] else plain
-        if source is not None:
+        template = with_tools if request["tools"] else plain
+        if (source := request.pop("source")) is not None:
             template = _of_caller(source, start["special_tokens"])
-        if not request["tools"]:
-            return template.render(**request)
         try:
             return template.render(**request)
         except Refused:
-            described = [_described(tool) for tool in request["tools"]]
-            if described == request["tools"]:
+            described = [_described(tool) for tool in request["tools"] or ()]
+            if described == (request["tools"] or []):
                 raise
         return template.render(**{**request, "tools": described})
 

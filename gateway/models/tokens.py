@@ -122,20 +122,14 @@ class TextStream:
     special tokens have no text."""
 
     def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        context_ids: Sequence[int] = (),
-        offset: int = 0,
-        *,
-        skips_special: bool = True,
+        self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        self._skips_special = skips_special
         context = context_ids[-_NUM_CONTEXT_IDS:]
-        self._stream = _stream_after(context, skips_special)
+        self._stream = _stream_after(context)
         # The context's text, if a character may be incomplete at its end: then the first piece
         # repeats it.
-        text = tokenizer.decode(list(context), skip_special_tokens=skips_special)
+        text = tokenizer.decode(list(context), skip_special_tokens=True)
         self._context = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = list(context) if self._context else []
@@ -148,7 +142,7 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream = _stream_after((), self._skips_special)
+            self._stream = _stream_after(())
             piece = self._decoded()
         if piece is None:
             return start, ""
@@ -171,14 +165,14 @@ class TextStream:
         return text
 
     def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
+        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         return text
 
 
-def _stream_after(context_ids: Sequence[int], skips_special: bool) -> "DecodeStream":
+def _stream_after(context_ids: Sequence[int]) -> "DecodeStream":
     from tokenizers.decoders import DecodeStream  # imported here for a faster start: see tokens.py
 
-    return DecodeStream(ids=list(context_ids), skip_special_tokens=skips_special)
+    return DecodeStream(ids=list(context_ids), skip_special_tokens=True)
 
 
 class TemplateProcess:
@@ -321,14 +315,13 @@ class ModelTokenizer:
         most: int,
         cut: Cut | None,
         *,
-        adds_special_tokens: bool = True,
+        adds: bool = True,
     ) -> Iterator[tuple[list[int], int]]:
         """Yields the token ids of each prompt, and how many were cut off. `given`: texts, each
         after one that is not cut, or token ids; `most`: of tokens, if they are not to be cut;
-        `adds_special_tokens`: not to rendered chats, which have them. Raises TooLong, NoRoom."""
+        `adds`: special tokens, not to rendered chats, which have them. Raises TooLong, NoRoom."""
         limit = most if cut is None else cut.max_tokens
         texts = [kept + each for kept, each in given if isinstance(each, str)]
-        adds = adds_special_tokens
         encoded = self.encode_each(texts, limit, adds_special_tokens=adds)
         for number, (kept, each) in enumerate(given):
             whole: list[int] | Over
@@ -484,11 +477,9 @@ class ModelTokenizer:
             "added": _ranges(self._added),
         }
 
-    def text_stream(
-        self, context_ids: Sequence[int] = (), offset: int = 0, *, skips_special: bool = True
-    ) -> TextStream:
+    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
         """Decodes ids token by token."""
-        return TextStream(self._tokenizer, context_ids, offset, skips_special=skips_special)
+        return TextStream(self._tokenizer, context_ids, offset)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, also if they are part of a character."""

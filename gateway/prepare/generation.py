@@ -103,8 +103,7 @@ def sampling_params(
     allowed_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
     check_ids("allowed_token_ids", allowed_ids, card)
     if min_tokens and allowed_ids and {*card.eos_token_ids, *stop_token_ids} >= {*allowed_ids}:
-        message = "allowed_token_ids: each of them may end the output, before min_tokens"
-        raise invalid_value("allowed_token_ids", message)
+        raise invalid_value("allowed_token_ids", "allowed_token_ids end the output at once")
     return SamplingParams(
         max_tokens=max(caps),
         # The engine's seeds have 63 bits.
@@ -176,8 +175,7 @@ def bad_word_ids(tokenizer: ModelTokenizer, body: GenerationBody) -> tuple[tuple
         if len(inner) == len(first) and inner[0] != first[0]:
             found.append(tuple(inner))
     if sum(map(len, found)) > MAX_LISTED_IDS:
-        message = f"bad_words may have {MAX_LISTED_IDS} tokens together"
-        raise invalid_value("bad_words", message)
+        raise invalid_value("bad_words", f"bad_words have over {MAX_LISTED_IDS} tokens")
     return tuple(found)
 
 
@@ -202,9 +200,8 @@ async def prepare_generation(
         await _check_echo(tokenizer, prompts, body.n or 1, most)
     lengths = [len(prompt_ids) + num_image_tokens for prompt_ids in prompts]
     caps = _output_caps(gateway.settings, card, body, lengths)
-    params = msgspec.structs.replace(
-        sampling_params(card, body, caps, job.id), bad_words=bad_word_ids(tokenizer, body)
-    )
+    params = sampling_params(card, body, caps, job.id)
+    params = msgspec.structs.replace(params, bad_words=bad_word_ids(tokenizer, body))
     if isinstance(body, ChatBody):
         if functions:  # then no other constraint is given
             constraint = _tool_constraint(tokenizer, card, body, functions)
@@ -328,7 +325,7 @@ async def prompts_of(
         [("", each) for each in given],
         most or card.context_length,
         cut,
-        adds_special_tokens=_adds_special_tokens(body),
+        adds=_adds_special_tokens(body),
     )
     try:
         found: list[tuple[list[int], int]] = await tokenised(partial(list, encoded), num_chars)
@@ -416,10 +413,8 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
         messages = one_call_each(messages, apart=is_harmony)
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
-    if body.documents:
-        variables["documents"] = [
-            {"text": each} if isinstance(each, str) else each for each in body.documents
-        ]
+    given = body.documents or ()
+    variables["documents"] = [{"text": d} if isinstance(d, str) else d for d in given] or None
     continues = bool(body.continue_final_message)
     try:
         rendered = await tokenizer.template.render(

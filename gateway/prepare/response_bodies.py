@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -16,7 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.http.errors import ApiError, bad_request
 from gateway.prepare.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -37,14 +38,15 @@ from gateway.prepare.schemas import (
 )
 from gateway.prepare.unsupported import (
     DESCRIPTIONS,
+    UNSUPPORTED,
     CallFields,
     Metadata,
     StrictModel,
     Wanted,
+    none_of,
     refusal,
     unsupported,
 )
-from gateway.prepare.unsupported import UNSUPPORTED as UNSUPPORTED_OF_CHATS
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -57,24 +59,21 @@ _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 LOGPROBS = "message.output_text.logprobs"
 HOSTED = "only functions are supported: this server hosts no tools"
 
-# Parameter -> values without effect; those of chats beside OpenAI's.
+# Parameter -> values without effect.
 UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    **UNSUPPORTED_OF_CHATS,
-    **dict.fromkeys(("max_output_tokens", "seed"), (-1,)),
-    "logit_bias": ({},),
-    **dict.fromkeys(("background_options", "conversation", "prompt", "structured_outputs"), ()),
-    **dict.fromkeys(("allowed_token_ids", "chat_template"), ()),
-    **dict.fromkeys(("continue_final_message", "enable_response_messages"), (False,)),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("context_management", "previous_input_messages", "stop"), ([],)),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "bad_words": ([],),
-    "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "top_k": (0, -1),
-    "truncation": ("disabled",),
+    **UNSUPPORTED,
+    **none_of("allowed_token_ids background_options chat_template conversation prompt"),
+    **none_of("bad_words context_management previous_input_messages stop stop_token_ids", []),
+    **none_of("continue_final_message enable_response_messages ignore_eos", False),
+    **none_of("add_generation_prompt skip_special_tokens spaces_between_special_tokens", True),
+    **none_of("include_stop_str_in_output", False),
+    **none_of("logit_bias", {}),
+    **none_of("max_output_tokens seed", -1),
+    **none_of("min_p", 0),
+    **none_of("repetition_penalty", 1),
+    **none_of("structured_outputs"),
+    **none_of("top_k", 0, -1),
+    **none_of("truncation", "disabled"),
 }
 _OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
@@ -231,12 +230,6 @@ def _kind(value: Any) -> str | None:
 
 def _readable(value: Any) -> Any:
     kind = _kind(value)
-    if kind in ("custom_tool_call", "custom_tool_call_output") and isinstance(value, dict):
-        # Of another server's model: as a call of a function with one argument.
-        value = {**value, "type": kind.replace("custom_tool", "function")}
-        if "input" in value:
-            value["arguments"] = {"input": value.pop("input")}
-        return value
     if kind not in _KINDS:
         if kind and (kind.endswith(_UNREADABLE_ENDS) or kind.startswith(_UNREADABLE_STARTS)):
             raise unsupported("items of hosted and custom tools are not supported", "type")
@@ -282,23 +275,16 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+def _is_hosted(kind: str) -> str:
+    if kind == "function":
+        raise refusal("is for functions")
+    return kind
+
+
 class HostedTool(BaseModel):
     """A tool of another type, such as `web_search` or `custom`, which is left out."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    type: Annotated[str, Field(min_length=1, max_length=64)]
-
-
-def _tool_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "hosted" if isinstance(kind, str) and kind != "function" else "function"
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
-    Discriminator(_tool_kind),
-]
+    type: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_is_hosted)]
 
 
 class NamedFunction(Wanted):
@@ -403,7 +389,7 @@ class ResponseBody(Templated, Sampled, CallFields):
         ]
         | None
     ) = Field(None, max_length=32, description="only `message.output_text.logprobs` has an effect")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[FunctionTool | HostedTool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="functions in this API's flat form; others are left out"
     )
     tool_choice: Annotated[
@@ -444,8 +430,7 @@ class ResponseBody(Templated, Sampled, CallFields):
             error = exc.errors()[0]
             path = [*error["loc"], error.get("ctx", {}).get("param")]
             param = ".".join(str(part) for part in path if part is not None)
-            is_known = error["type"] == UNSUPPORTED
-            code = UNSUPPORTED if is_known else "invalid_value"
+            code = CODE if error["type"] == CODE else "invalid_value"
             raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
 
     @property

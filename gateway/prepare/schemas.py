@@ -5,7 +5,6 @@ generation.py checks what depends on the model: vocabulary, context length, defa
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -33,8 +32,10 @@ from gateway.prepare.unsupported import (
     TEXT_PART,
     UNSUPPORTED,
     CallFields,
+    OwnModel,
     StrictModel,
     Wanted,
+    none_of,
     refusal,
     unsupported,
 )
@@ -48,18 +49,8 @@ Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_LISTED)]
 
 # Parameter -> values without effect.
-_OF_STRUCTURED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("disable_additional_properties", "disable_any_whitespace"), (False,)),
-    **dict.fromkeys(("structural_tag", "whitespace_pattern", "_backend"), ()),
-    **dict.fromkeys(("disable_fallback", "_backend_was_auto"), (False,)),
-}
-_OF_SAMPLED: Mapping[str, tuple[Any, ...]] = {
-    **UNSUPPORTED,
-    **dict.fromkeys(("max_tokens", "seed"), (-1,)),  # of llama.cpp and vLLM
-    "logit_bias": ([],),
-}
-_OF_CHATS: Mapping[str, tuple[Any, ...]] = {**_OF_SAMPLED, "max_completion_tokens": (-1,)}
-_OF_TOOL: Mapping[str, tuple[Any, ...]] = {"strict": (False,)}
+_OF_SAMPLED = {**UNSUPPORTED, **none_of("max_tokens seed", -1), **none_of("logit_bias", [])}
+_OF_CHATS = {**_OF_SAMPLED, **none_of("max_completion_tokens", -1)}
 
 MAX_TOOLS = 128
 
@@ -127,7 +118,10 @@ class ResponseFormat(Wanted):
 class StructuredOutputs(Wanted):
     """vLLM's parameter: exactly one of these."""
 
-    unasked = _OF_STRUCTURED
+    unasked = none_of(
+        "disable_additional_properties disable_any_whitespace disable_fallback _backend_was_auto",
+        False,
+    ) | none_of("structural_tag whitespace_pattern _backend")
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: Expression | None = None
@@ -198,7 +192,7 @@ class Function(Wanted):
 
 
 class Tool(Wanted):
-    unasked = _OF_TOOL
+    unasked = none_of("strict", False)
 
     type: Literal["function"]
     function: Function
@@ -655,9 +649,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt; default: 1")
     stop: (
         Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
-    ) = Field(
-        None, description=f"what ends a choice; all have at most {MAX_STOP_BYTES:,} bytes together"
-    )
+    ) = Field(None, description="what ends a choice; 16,384 bytes are for all together")
     stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
     include_stop_str_in_output: bool | None = Field(None, description="what ended it stays in it")
     allowed_token_ids: list[int] | None = Field(
@@ -781,10 +773,8 @@ TokenizeBody = Annotated[
 ]
 
 
-class DetokenizeBody(StrictModel):
+class DetokenizeBody(OwnModel):
     """POST /detokenize."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = Field("", max_length=256)
     tokens: TokenIds

@@ -33,89 +33,65 @@ Metadata = Annotated[
     Field(max_length=16),
 ]
 
-# Parameter -> values without effect.
+
+def none_of(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """Parameters -> their values that ask for nothing, beside null."""
+    return dict.fromkeys(names.split(), values)
+
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+# Parameters of OpenAI, vLLM, SGLang and llama.cpp that are not here.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
-    "function_call": ("none", "auto"),  # no effect without functions
-    "functions": ([],),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-    # vLLM
-    **dict.fromkeys(("early_stopping", "echo", "use_beam_search", "watermarking"), (False,)),
-    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_token_offsets"), (False,)),
-    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "repetition_detection"), ()),
-    **dict.fromkeys(("guided_whitespace_pattern", "logprob_token_ids", "prompt_embeds"), ()),
-    "include_reasoning": (True,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_payload": ("tensors",),
-    "routed_experts_prompt_start": (0,),
-    "thinking_token_budget": (),
-    # SGLang
-    **dict.fromkeys(("custom_logit_processor", "custom_params", "ebnf", "lora_path"), ()),
-    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "regex"), ()),
-    **dict.fromkeys(("session_params", "stop_regex"), ()),
-    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)),
-    **dict.fromkeys(("return_cached_tokens_details", "return_meta_info"), (False,)),
-    **dict.fromkeys(("return_prompt_token_ids", "use_audio_in_video"), (False,)),
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
-    # llama.cpp
-    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
-    **dict.fromkeys(("min_keep", "n_discard", "n_indent", "n_keep", "n_probs"), (0,)),
-    **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p", "typical_p"), (1,)),
-    **dict.fromkeys(("adaptive_target", "n_predict", "reasoning_budget"), (-1,)),
-    **dict.fromkeys(
-        ("backend_sampling", "grammar_lazy", "penalize_nl", "post_sampling_probs"), (False,)
-    ),
-    **dict.fromkeys(("reasoning_in_content", "return_progress", "return_tokens"), (False,)),
-    **dict.fromkeys(
-        ("image_data", "lora", "preserved_tokens", "response_fields", "samplers"), ([],)
-    ),
-    "chat_format": ("Content-only",),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "n_cmpl": (1,),
-    "parse_tool_calls": (True,),
-    "reasoning_format": ("auto", "deepseek"),
-    "t_max_predict_ms": (0, -1),
-    "thinking_forced_open": (False,),
-    "top_n_sigma": (-1, 0),
+    **none_of("audio custom_logit_processor custom_params ebnf ec_transfer_params"),
+    **none_of("guided_whitespace_pattern kv_transfer_params logprob_token_ids lora_path"),
+    **none_of("max_dynamic_patch min_dynamic_patch moderation prompt_embeds regex"),
+    **none_of("repetition_detection session_params stop_regex thinking_token_budget"),
+    **none_of("web_search_options"),
+    **none_of("grammar suffix", ""),
+    **none_of("chat_format", "Content-only"),
+    **none_of("reasoning_format", "auto", "deepseek"),
+    **none_of("verbosity", "medium"),
+    **none_of("function_call", "none", "auto"),
+    **none_of("mm_payload", "tensors"),
+    **none_of("adaptive_target n_predict reasoning_budget", -1),
+    **none_of("top_n_sigma", -1, 0),
+    **none_of("dry_multiplier dynatemp_range min_keep mirostat n_discard n_indent n_keep", 0),
+    **none_of("n_probs routed_experts_prompt_start xtc_probability", 0),
+    **none_of("t_max_predict_ms", 0, -1),
+    **none_of("length_penalty n_cmpl repeat_penalty tfs_z typ_p typical_p", 1),
+    **none_of("backend_sampling early_stopping echo grammar_lazy no_stop_trim", False),
+    **none_of("penalize_nl post_sampling_probs reasoning_in_content", False),
+    **none_of("return_cached_tokens_details return_hidden_states return_meta_info", False),
+    **none_of("return_mm_kwargs return_progress return_prompt_text", False),
+    **none_of("return_prompt_token_ids return_routed_experts return_token_offsets", False),
+    **none_of("return_tokens thinking_forced_open use_audio_in_video use_beam_search", False),
+    **none_of("watermarking", False),
+    **none_of("include_reasoning parse_tool_calls separate_reasoning stream_reasoning", True),
+    **none_of("modalities", ["text"]),
+    **none_of("functions image_data logits_processors lora preserved_tokens", []),
+    **none_of("response_fields samplers", []),
+    **none_of("json_schema media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
 }
 # Names at the top of a body that clients are known to send, and that change no answer: for tracing,
 # caching and routing elsewhere, hints to a scheduler, and degrees of what is refused above.
-IGNORED = frozenset(
-    {
-        *("prediction", "prompt_cache_options", "store"),  # OpenAI
-        *("client_metadata", "client_request_id", "run_id", "span_id", "turn_id"),  # Codex, others
-        *("cache_salt", "priority", "request_id", "session_id"),  # vLLM, Cohere
-        *("data_parallel_rank", "guided_decoding_backend", "stream_interval"),  # vLLM
-        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key", "rid"),  # SGLang
-        *("cache_control", "provider", "usage"),  # OpenRouter
-        *("extra_headers", "extra_query", "timeout"),  # options of OpenAI's client
-        *("litellm_call_id", "litellm_metadata", "litellm_session_id", "litellm_trace_id"),
-        *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token"),  # llama.cpp
-        *(
-            "adaptive_decay",
-            "dry_allowed_length",
-            "dry_base",
-            "dry_penalty_last_n",
-            "dry_sequence_breakers",
-        ),
-        *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"),
-        *("keep_alive", "ttl"),  # Ollama, LM Studio
-        *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
-    }
+IGNORED = _names(
+    "adaptive_decay bootstrap_host bootstrap_port bootstrap_room cache_control cache_prompt",
+    "cache_salt chat_id client_metadata client_request_id conversation_id data_parallel_rank",
+    "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent",
+    "extra_headers extra_key extra_query guided_decoding_backend id_slot keep_alive",
+    "litellm_call_id litellm_metadata litellm_session_id litellm_trace_id mirostat_eta",
+    "mirostat_tau n_cache_reuse prediction priority prompt_cache_options provider repeat_last_n",
+    "request_id rid run_id session_id span_id store stream_interval tags thread_id timeout",
+    "timings_per_token trace_id ttl turn_id usage xtc_threshold",
 )
 # The same in objects that say what is wanted: descriptions that no prompt shows.
-DESCRIPTIONS = frozenset(
-    {
-        *("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"),
-        *("annotations", "description", "display_name", "icons", "id", "index", "metadata", "name"),
-        *("examples", "input_examples", "output_schema", "outputSchema", "return", "returns"),
-        *("$schema", "tags", "title", "version"),
-    }
+DESCRIPTIONS = _names(
+    "$schema allowed_callers annotations cache_control defer_loading description display_name",
+    "eager_input_streaming examples icons id index input_examples metadata name output_schema",
+    "outputSchema return returns tags title version",
 )
 # Parts of a message that the model would not see.
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {

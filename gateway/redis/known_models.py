@@ -104,14 +104,9 @@ class KnownModels:
         return models
 
     async def named(self, name: str) -> str:
-        """The published name of a model: its own, or its id on the Hub, whole or short, if that is
-        one model's."""
+        """The published name of a model: its own, or one on the Hub, if that is one model's."""
         models = await self.models()
-        found = [
-            card.name
-            for card in models.values()
-            if card.hub_id and name in (card.hub_id, card.hub_id.rpartition("/")[2])
-        ]
+        found = [card.name for card in models.values() if name and name in card.hub_names]
         return found[0] if name not in {*models, *self.declared} and len(found) == 1 else name
 
     def add(self, card: ModelCard) -> None:

@@ -62,8 +62,7 @@ async def readyz(gateway: ThisGateway, model: str = "") -> Response:
 @router.post("/ping", response_class=Response, include_in_schema=False)
 @open_to_all
 async def health(gateway: ThisGateway) -> Response:
-    """The status of /readyz without a body; vLLM's load generator asks for it, SageMaker at
-    /ping."""
+    """The status of /readyz without a body; vLLM's load generator asks for it."""
     return Response(status_code=(await _readiness(gateway)).status_code)
 
 

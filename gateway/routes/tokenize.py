@@ -1,6 +1,7 @@
 """POST /tokenize, POST /detokenize and GET /version, as vLLM has them."""
 
 from importlib.metadata import version
+from typing import Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -16,9 +17,8 @@ from gateway.prepare.schemas import MAX_TOKEN_IDS, DetokenizeBody, TokenizeBody
 from gateway.routes.requests import GuardedRoute
 from gateway.state import Gateway, ThisGateway
 
-router = APIRouter(
-    route_class=GuardedRoute, tags=["tokens"], responses=answers(401, 403, 404, 415, 429)
-)
+_ANSWERS = answers(401, 403, 404, 415, 429)
+router = APIRouter(route_class=GuardedRoute, tags=["tokens"], responses=_ANSWERS)
 
 
 class Tokens(BaseModel):
@@ -28,55 +28,40 @@ class Tokens(BaseModel):
     token_strs: list[str] | None
 
 
-class Detokenized(BaseModel):
-    prompt: str
-
-
-class Version(BaseModel):
-    version: str
-
-
 @router.post("/tokenize")
 async def tokenize(caller: Inference, gateway: ThisGateway, body: TokenizeBody) -> Tokens:
     """The tokens of a prompt, or of a chat as the model would be given it, of any length."""
     caller.check_template(body)
     card, tokenizer = await _model(gateway, body.model, caller.tenant)
-    prompts, _ = await prompts_of(tokenizer, card, body, most=MAX_TOKEN_IDS)
-    if len(prompts) > 1:
+    (ids, *others), _ = await prompts_of(tokenizer, card, body, most=MAX_TOKEN_IDS)
+    if others:
         raise invalid_value("prompt", "prompt: one at a time")
-    names = tokenizer.names_of(prompts[0]) if body.return_token_strs else None
-    return Tokens(
-        count=len(prompts[0]),
-        max_model_len=card.context_length,
-        tokens=list(prompts[0]),
-        token_strs=names,
-    )
+    names = tokenizer.names_of(ids) if body.return_token_strs else None
+    context = card.context_length
+    return Tokens(count=len(ids), max_model_len=context, tokens=list(ids), token_strs=names)
 
 
 @router.post("/detokenize")
-async def detokenize(caller: Inference, gateway: ThisGateway, body: DetokenizeBody) -> Detokenized:
+async def detokenize(
+    caller: Inference, gateway: ThisGateway, body: DetokenizeBody
+) -> dict[Literal["prompt"], str]:
     """The text of tokens, with that of special ones."""
     card, tokenizer = await _model(gateway, body.model, caller.tenant)
     check_ids("tokens", tuple(body.tokens), card)
-    return Detokenized(prompt=tokenizer.decode(body.tokens))
+    return {"prompt": tokenizer.decode(body.tokens)}
 
 
 @router.get("/version")
-async def get_version(_: AnyCaller) -> Version:
+async def get_version(_: AnyCaller) -> dict[Literal["version"], str]:
     """The version of batchway."""
-    return Version(version=version("batchway"))
+    return {"version": version("batchway")}
 
 
 async def _model(gateway: Gateway, name: str, tenant: str) -> tuple[ModelCard, ModelTokenizer]:
     """A model, the only one if none is named. Raises BatchwayError."""
-    cards = {
-        key: each for key, each in (await gateway.broker.known.models()).items() if not each.flow
-    }
-    name = (
-        next(iter(cards))
-        if not name and len(cards) == 1
-        else await gateway.broker.known.named(name)
-    )
+    known = gateway.broker.known
+    cards = {card.name: card for card in (await known.models()).values() if card.flow is None}
+    name = await known.named(name) if name or len(cards) != 1 else next(iter(cards))
     if name not in cards:
         raise await unknown_model_error(gateway.broker, name, tenant)
-    return cards[name], await gateway.broker.known.tokenizer(cards[name])
+    return cards[name], await known.tokenizer(cards[name])

@@ -12,7 +12,6 @@ from contract.model_cards import TokenizerFiles
 from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.generation import bad_word_ids
 from gateway.prepare.schemas import CompletionBody
-from infra.demo_model import demo_model_path
 from tests.fakes import EOS_ID
 from tests.gateway.conftest import error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
@@ -115,19 +114,3 @@ async def test_tokens_are_shown_by_their_ids(worker: FakeWorker, http: httpx.Asy
     assert first["token"] == "token_id:195"
     assert bytes(first["bytes"]) == b"token_id:195"
     assert first["top_logprobs"][0]["token"].startswith("token_id:")
-
-
-@pytest.mark.parametrize("skips", [True, False])
-def test_offsets_count_special_tokens_that_are_shown(skips: bool) -> None:
-    """As the text has them."""
-    from transformers import AutoTokenizer  # loads torch
-
-    from workers.model.tokenizer import read_tokenizer
-
-    path = str(demo_model_path())
-    tokenizer = ModelTokenizer("demo", read_tokenizer(path))
-    stream = tokenizer.text_stream(skips_special=skips)
-    reference = AutoTokenizer.from_pretrained(path)
-    ids = [*reference.encode("Once upon"), reference.eos_token_id, *reference.encode(" a")]
-    text = "".join(stream.push(token_id)[1] for token_id in ids) + stream.end()
-    assert text == reference.decode(ids, skip_special_tokens=skips)

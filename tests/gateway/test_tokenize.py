@@ -12,7 +12,7 @@ from contract.api_keys import Scope
 from contract.catalogue import Catalogue
 from contract.keys import Keys
 from tests.fakes import BOS_ID, EOS_ID, encode_text, hash_tokenizer
-from tests.gateway.conftest import Bearer, Gateways, answered, error_of, until_listed
+from tests.gateway.conftest import Bearer, Gateways, answered, error_of
 from tests.gateway.fake_worker import CONTEXT_LENGTH, MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -101,13 +101,14 @@ async def test_bad_input_is_refused_by_name(
 
 
 async def test_the_only_model_needs_no_name(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+    idle_worker: FakeWorker, gateways: Gateways, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """As in vLLM; of several, one must be named."""
-    assert (await answered(http, "/tokenize", {"prompt": "a"}))["tokens"] == [97]
+    async with gateways() as http:
+        assert (await answered(http, "/tokenize", {"prompt": "a"}))["tokens"] == [97]
     await publish_model(redis_client, keys, "other")
-    await until_listed(http, {MODEL, "other"})
-    assert error_of(await http.post("/tokenize", json={"prompt": "a"}))[0] == 404
+    async with gateways() as http:
+        assert error_of(await http.post("/tokenize", json={"prompt": "a"}))[0] == 404
 
 
 async def test_a_template_of_a_call_needs_its_scope(
@@ -134,7 +135,7 @@ async def test_a_model_of_the_hub_answers_to_its_whole_and_its_short_name(
     """Whatever name it is served by, unless another model has that name, or the same id."""
     card = await publish_model(redis_client, keys)
     catalogue = Catalogue(redis_client, keys)
-    await catalogue.publish(replace(card, hub_id="Org/Small-1B"), hash_tokenizer())
+    await catalogue.publish(replace(card, hub_names=("Org/Small-1B", "Small-1B")), hash_tokenizer())
     async with gateways() as http:
         for name in (MODEL, "Org/Small-1B", "Small-1B"):
             body = {"model": name, "messages": MESSAGES}
@@ -143,6 +144,6 @@ async def test_a_model_of_the_hub_answers_to_its_whole_and_its_short_name(
             assert (await http.get(f"/v1/models/{name}")).json()["id"] == MODEL
         for name in ("Other/Small-1B", "Org", "small-1b"):
             assert (await http.get(f"/v1/models/{name}")).status_code == 404
-    await catalogue.publish(replace(card, name="b", hub_id="Org/Small-1B"), hash_tokenizer())
+    await catalogue.publish(replace(card, name="b", hub_names=("Org/Small-1B",)), hash_tokenizer())
     async with gateways() as http:
         assert (await http.get("/v1/models/Org/Small-1B")).status_code == 404

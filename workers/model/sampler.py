@@ -296,10 +296,9 @@ def adjust_logits(
     vocab_size = scores.shape[1]
     for row, p in params.items():
         if p.allowed_token_ids:
-            allowed = torch.tensor(p.allowed_token_ids, device=scores.device)
-            kept = scores[row, allowed]
-            scores[row] = float("-inf")
-            scores[row, allowed] = kept
+            forbidden = torch.ones(vocab_size, dtype=torch.bool, device=scores.device)
+            forbidden[list(p.allowed_token_ids)] = False
+            scores[row].masked_fill_(forbidden, float("-inf"))
     biases = [
         (row * vocab_size + token_id, value)
         for row, p in params.items()
@@ -317,9 +316,9 @@ def adjust_logits(
         penalise(scores, penalised, [sequence.params for sequence in some], *known)
     bad = [
         row * vocab_size + word[-1]
-        for row, p in params.items()
-        for word in p.bad_words
-        if _last_output(sequences[row], len(word) - 1) == [*word[:-1]]
+        for row, s in enumerate(sequences)
+        for word in s.params.bad_words
+        if s.token_ids[max(s.num_prompt, s.num_known + 1 - len(word)) :] == [*word[:-1]]
     ]
     if bad:
         flat.index_fill_(0, torch.tensor(bad, device=flat.device), _LEAST)
@@ -333,10 +332,6 @@ def adjust_logits(
     if banned:
         flat.index_fill_(0, torch.tensor(banned, device=flat.device), float("-inf"))
     return scores
-
-
-def _last_output(sequence: Sequence, num: int) -> list[int]:
-    return sequence.token_ids[max(sequence.num_prompt, sequence.num_known - num) :]
 
 
 def asks_for_change(sequence: Sequence) -> bool:

@@ -14,16 +14,14 @@ class StopStrings:
         for stop in stops:
             state = 0
             for depth, char in enumerate(stop, 1):
-                found = self._next.setdefault((state, char), len(self.num_begun))
-                if found == len(self.num_begun):
+                state = self._next.setdefault((state, char), len(self.num_begun))
+                if state == len(self.num_begun):
                     self.num_begun.append(depth)
                     self.num_found.append(0)
-                state = found
             self.num_found[state] = len(stop)
         self._shorter = [0] * len(self.num_begun)  # the state of the longest proper end
-        for (state, char), found in sorted(
-            self._next.items(), key=lambda step: self.num_begun[step[1]]
-        ):
+        steps = sorted(self._next.items(), key=lambda step: self.num_begun[step[1]])
+        for (state, char), found in steps:
             if state:
                 self._shorter[found] = self.after(self._shorter[state], char)
             self.num_found[found] = self.num_found[found] or self.num_found[self._shorter[found]]

@@ -259,8 +259,7 @@ def make_card(
     truncates: bool = False,
     path: str = "",
 ) -> ModelCard:
-    """The model card that this worker publishes. `path`: the model's folder, or its id on the
-    Hub."""
+    """The model card that this worker publishes. `path`: of the model, or its id on the Hub."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     reasoning, tool_format = ready.tokenizer.reasoning, ready.tokenizer.tool_format
     if ready.pooling is not None:
@@ -283,5 +282,5 @@ def make_card(
         generation=ready.generation,
         pooling=ready.pooling,
         truncates=truncates,
-        hub_id="" if Path(path).expanduser().exists() else path,
+        hub_names=() if Path(path).expanduser().exists() else (path, Path(path).name),
     )
