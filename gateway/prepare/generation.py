@@ -163,8 +163,7 @@ def _bad_bias(message: str) -> ApiError:
 
 
 def bad_word_ids(tokenizer: ModelTokenizer, body: GenerationBody) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word at the start and in the middle of a text, chosen as by vLLM.
-    Raises ApiError."""
+    """The token ids of words at a text's start and within it, as in vLLM. Raises ApiError."""
     found = list[tuple[int, ...]]()
     for number, word in enumerate(body.bad_words or ()):
         texts = word.lstrip(), f" {word.lstrip()}"

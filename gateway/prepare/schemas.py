@@ -63,6 +63,7 @@ _MAX_VARIABLES = 64
 # Variables that the gateway sets itself, or that have a parameter of the call.
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
+MAX_STOPS = 1_024
 MAX_STOP_BYTES = 16_384  # of all stop strings of a call
 MAX_PROMPTS = 64
 MAX_TOKEN_IDS = 2**20  # of one prompt or input
@@ -79,7 +80,7 @@ _MAX_NAME = 64
 
 # What the OpenAPI document says of fields with validators of their own.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
-_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_BYTES)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _Parts = Field(min_length=1, max_length=MAX_PARTS)
 _Ids = list[Annotated[int, Field(ge=0)]]
 TokenIds = Annotated[_Ids, Field(min_length=1, max_length=MAX_TOKEN_IDS)]
@@ -406,8 +407,8 @@ def _stops(value: Any) -> Any:
         raise refusal("must be a string or a list of strings")
     if not all(stops):
         raise refusal("a stop string must not be empty")
-    if sum(len(stop.encode()) for stop in stops) > MAX_STOP_BYTES:
-        raise refusal(f"the stop strings may have {MAX_STOP_BYTES} bytes together")
+    if len(stops) > MAX_STOPS or sum(len(stop.encode()) for stop in stops) > MAX_STOP_BYTES:
+        raise refusal(f"at most {MAX_STOPS} stop strings, of {MAX_STOP_BYTES} bytes together")
     return tuple(stops)
 
 
