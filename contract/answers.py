@@ -20,7 +20,7 @@ from contract.events import (
 )
 from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
 from contract.response_events import ShowLogprobs, call_id
-from contract.token_texts import TextStream, TokenTexts
+from contract.token_texts import TextStream, TokensById, TokenTexts
 
 _LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
 
@@ -92,6 +92,11 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LEAST
 
 
+def _named(job: Job, tokenizer: TokenTexts | None) -> TokenTexts | None:
+    """The tokenizer, with the names of tokens that log probabilities show."""
+    return TokensById(tokenizer) if tokenizer and job.return_tokens_as_token_ids else tokenizer
+
+
 class PromptPart:
     """One prompt of a job, as responses show it. Without a tokenizer it shows nothing."""
 
@@ -130,7 +135,8 @@ class PromptPart:
             TokenLogprob(item.token_id, item.logprob, item.top[:num_top]) for item in self._items
         ]
         first = TokenLogprob(self.prompt_ids[0], 0.0)
-        shape = completion_logprobs(self._tokenizer, [first, *items], self._tokenizer.text_stream())
+        tokenizer = _named(self._job, self._tokenizer) or self._tokenizer
+        shape = completion_logprobs(tokenizer, [first, *items], tokenizer.text_stream())
         shape["token_logprobs"][0] = shape["top_logprobs"][0] = None
         return shape
 
@@ -229,7 +235,7 @@ class Chunks:
         repeats_usage: bool = False,
     ) -> None:
         self._job = job
-        self._tokenizer = tokenizer
+        self._tokenizer = _named(job, tokenizer)
         self._head = _head(job, is_chunk=True)
         self._includes_usage = includes_usage
         self._repeats_usage = repeats_usage
@@ -370,7 +376,7 @@ class Answer:
 
     def __init__(self, job: Job, tokenizer: TokenTexts | None) -> None:
         self._job = job
-        self._tokenizer = tokenizer
+        self._tokenizer = _named(job, tokenizer)
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._deltas: list[list[ChoiceDelta]] = [[] for _ in range(job.num_choices)]  # by choice
 

@@ -133,6 +133,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tool_call_parser: Annotated[str, msgspec.Meta(max_length=64)] = ""  # "": calls no tools
     pooling: PoolingCard | None = None  # of a prefill-only model
     truncates: bool = False  # cuts prompts that are too long, unless a call says otherwise
+    hub_names: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=2)] = ()  # `org/name`, `name`
     flow: Flow | None = None  # of a model that consists of others
 
     @cached_property

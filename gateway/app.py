@@ -34,6 +34,7 @@ from gateway.routes import (
     operations,
     pages,
     responses,
+    tokenize,
     uploads,
 )
 from gateway.routes.requests import GuardedRoute
@@ -53,7 +54,7 @@ _NO_TELEMETRY = TelemetryConfig(
 )
 _MODULES = (
     *(calls, responses, dead_letters, jobs, operations, lanes, objects),
-    *(files, uploads, batches, models, health),
+    *(files, uploads, batches, models, tokenize, health),
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 if not all(isinstance(route, GuardedRoute) for route in (*_ROUTES, *pages.router.routes)):

@@ -122,6 +122,7 @@ class TemplateProcess:
     ) -> None:
         """`tool_source`: the template of chats with tools, if they have another one."""
         self._model = model
+        self._sources = source + (tool_source or "")
         start = {
             "source": source,
             "tool_source": tool_source,
@@ -139,14 +140,21 @@ class TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        is_answered: bool = True,
+        continues: bool = False,
+        source: str | None = None,
     ) -> str:
-        """The prompt, up to the start of the assistant's message. `variables`: others that the
-        template reads.
+        """The prompt. `variables`: others that the template reads; `is_answered`, `continues`: as
+        of ChatTemplate; `source`: a template in the place of the model's.
 
         Raises TemplateRefused, TemplateFailed, Busy, ModelUnreadable.
         """
-        request = {"messages": messages, "tools": tools, "variables": variables}
-        return await self._ask(request)
+        request = {"messages": messages, "tools": tools, "variables": variables, "source": source}
+        return await self._ask({**request, "is_answered": is_answered, "continues": continues})
+
+    def reads_documents(self, source: str | None) -> bool:
+        return "documents" in (self._sources if source is None else source)
 
     async def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """The prompt of each query and document. Raises as `render`."""
@@ -233,14 +241,14 @@ class ModelTokenizer(TokenTexts):
         most: int,
         cut: Cut | None,
         *,
-        is_chat: bool = False,
+        adds: bool = True,
     ) -> Iterator[tuple[list[int], int]]:
         """Yields the token ids of each prompt, and how many were cut off. `given`: texts, each
         after one that is not cut, or token ids; `most`: of tokens, if they are not to be cut;
-        `is_chat`: the texts are rendered chats. Raises TooLong, NoRoom."""
+        `adds`: special tokens, not to rendered chats, which have them. Raises TooLong, NoRoom."""
         limit = most if cut is None else cut.max_tokens
         texts = [kept + each for kept, each in given if isinstance(each, str)]
-        encoded = self.encode_each(texts, limit, adds_special_tokens=not is_chat)
+        encoded = self.encode_each(texts, limit, adds_special_tokens=adds)
         for number, (kept, each) in enumerate(given):
             whole: list[int] | Over
             if isinstance(each, str):
@@ -256,9 +264,9 @@ class ModelTokenizer(TokenTexts):
             if not isinstance(each, str):
                 ids = self.cut_ids(each, cut)
             else:
-                ids = self.cut_chat(each, cut) if is_chat else self.cut_text(each, cut, kept)
+                ids = self.cut_text(each, cut, kept) if adds else self.cut_chat(each, cut)
                 if not whole.is_exact:
-                    num_tokens = self.count(kept + each, adds_special_tokens=not is_chat)
+                    num_tokens = self.count(kept + each, adds_special_tokens=adds)
             yield ids, num_tokens - len(ids)
 
     def encode_pairs(
@@ -380,8 +388,7 @@ class ModelTokenizer(TokenTexts):
 
     def end_of(self, token_ids: Sequence[int]) -> str:
         """The end of a prompt's text, with its special tokens."""
-        text: str = self._tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
-        return text
+        return self.decode(token_ids[-_END_TOKENS:])
 
     @cached_property
     def marks(self) -> dict[str, Any]:
@@ -395,6 +402,15 @@ class ModelTokenizer(TokenTexts):
             "ids": {name: i for i, name in self._added.items() if name.strip() and name in text},
             "added": _ranges(self._added),
         }
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, with that of special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary has them."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _encode(self, given: Sequence[Given], adds_special_tokens: bool) -> Any:
         # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.

@@ -27,6 +27,7 @@ from gateway.prepare.images import check_marks, read_images
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
+    MAX_LISTED_IDS,
     ChatBody,
     CompletionBody,
     Effort,
@@ -98,8 +99,11 @@ def sampling_params(
         of_model = default if of_model is None else of_model
         chosen[name] = float(of_model if given is None else given)
     stop_token_ids = tuple(body.stop_token_ids or ())
-    if stop_token_ids:
-        check_ids("stop_token_ids", stop_token_ids, card)
+    check_ids("stop_token_ids", stop_token_ids, card)
+    allowed_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    check_ids("allowed_token_ids", allowed_ids, card)
+    if min_tokens and allowed_ids and {*card.eos_token_ids, *stop_token_ids} >= {*allowed_ids}:
+        raise invalid_value("allowed_token_ids", "allowed_token_ids end the output at once")
     return SamplingParams(
         max_tokens=max(caps),
         # The engine's seeds have 63 bits.
@@ -113,6 +117,10 @@ def sampling_params(
         n=body.n or 1,
         stop=body.stop or (),
         stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        allowed_token_ids=allowed_ids,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
         prompt_logprobs=num_prompt_logprobs(body),
@@ -154,6 +162,22 @@ def _bad_bias(message: str) -> ApiError:
     return invalid_value("logit_bias", message)
 
 
+def bad_word_ids(tokenizer: ModelTokenizer, body: GenerationBody) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words at a text's start and within it, as in vLLM. Raises ApiError."""
+    found = list[tuple[int, ...]]()
+    for number, word in enumerate(body.bad_words or ()):
+        texts = word.lstrip(), f" {word.lstrip()}"
+        first, inner = tokenizer.encode_each(texts, None, adds_special_tokens=False)
+        if isinstance(first, Over) or isinstance(inner, Over) or not first:
+            raise invalid_value(f"bad_words.{number}", "bad_words: a word has no tokens")
+        found.append(tuple(first))
+        if len(inner) == len(first) and inner[0] != first[0]:
+            found.append(tuple(inner))
+    if sum(map(len, found)) > MAX_LISTED_IDS:
+        raise invalid_value("bad_words", f"bad_words have over {MAX_LISTED_IDS} tokens")
+    return tuple(found)
+
+
 async def prepare_generation(
     gateway: Gateway,
     card: ModelCard,
@@ -176,6 +200,7 @@ async def prepare_generation(
     lengths = [len(prompt_ids) + num_image_tokens for prompt_ids in prompts]
     caps = _output_caps(gateway.settings, card, body, lengths)
     params = sampling_params(card, body, caps, job.id)
+    params = msgspec.structs.replace(params, bad_words=bad_word_ids(tokenizer, body))
     if isinstance(body, ChatBody):
         if functions:
             if constraint is not None:  # its faults, by its own name
@@ -204,6 +229,7 @@ async def prepare_generation(
         image_data=images,
         num_image_tokens=num_image_tokens,
         return_token_ids=bool(body.return_token_ids),
+        return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
@@ -255,7 +281,7 @@ async def _check_echo(
 def _check_constrained(body: GenerationBody, param: str) -> None:
     """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
     may end."""
-    for name in ("min_tokens", "ignore_eos"):
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
         if getattr(body, name):
             raise invalid_value(name, f"{name} cannot be combined with {param}")
 
@@ -296,17 +322,17 @@ def _tool_constraint(
 
 
 async def prompts_of(
-    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, most: int = 0
 ) -> tuple[Prompts, int | None]:
     """Returns the token ids of each prompt, and how many were cut off, if the call asks for
-    cutting. A chat is one prompt."""
+    cutting. A chat is one prompt. `most`: tokens of one; 0: of the context."""
     given, cut = await _given(tokenizer, card, body)
     num_chars = _num_chars(given)
     encoded = tokenizer.encode_prompts(
         [("", each) for each in given],
-        card.context_length,
+        most or card.context_length,
         cut,
-        is_chat=isinstance(body, ChatBody),
+        adds=_adds_special_tokens(body),
     )
     try:
         found: list[tuple[list[int], int]] = await tokenised(partial(list, encoded), num_chars)
@@ -328,7 +354,12 @@ async def prompts_of(
 async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
     """Counts the tokens of all prompts, even too long ones; approximate if they are long."""
     given, cut = await _given(tokenizer, card, body)
-    return await count_given(tokenizer, given, cut, adds=not isinstance(body, ChatBody))
+    return await count_given(tokenizer, given, cut, adds=_adds_special_tokens(body))
+
+
+def _adds_special_tokens(body: GenerationBody) -> bool:
+    asked = body.add_special_tokens
+    return not isinstance(body, ChatBody) if asked is None else asked
 
 
 async def count_given(
@@ -389,8 +420,18 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
         messages = one_call_each(messages, apart=is_harmony)
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
+    given = body.documents or ()
+    variables["documents"] = [{"text": d} if isinstance(d, str) else d for d in given] or None
+    continues = bool(body.continue_final_message)
     try:
-        rendered = await tokenizer.template.render(messages, tools or None, variables)
+        rendered = await tokenizer.template.render(
+            messages,
+            tools or None,
+            variables,
+            is_answered=not continues and body.add_generation_prompt is not False,
+            continues=continues,
+            source=body.chat_template,
+        )
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
     check_marks(card, body, rendered)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
     BeforeValidator,
     Discriminator,
     Field,
@@ -14,7 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.http.errors import ApiError, bad_request
 from gateway.prepare.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -33,7 +36,17 @@ from gateway.prepare.schemas import (
     few_parts,
     image_source,
 )
-from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
+from gateway.prepare.unsupported import (
+    DESCRIPTIONS,
+    UNSUPPORTED,
+    CallFields,
+    Metadata,
+    StrictModel,
+    Wanted,
+    none_of,
+    refusal,
+    unsupported,
+)
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -44,16 +57,23 @@ _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 
 LOGPROBS = "message.output_text.logprobs"
-_HOSTED = "only functions are supported: this server hosts no tools"
+HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect.
 UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    "background_options": (),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
-    "truncation": ("disabled",),
+    **UNSUPPORTED,
+    **none_of("allowed_token_ids background_options chat_template conversation prompt"),
+    **none_of("bad_words context_management previous_input_messages stop stop_token_ids", []),
+    **none_of("continue_final_message enable_response_messages ignore_eos", False),
+    **none_of("add_generation_prompt skip_special_tokens spaces_between_special_tokens", True),
+    **none_of("include_stop_str_in_output", False),
+    **none_of("logit_bias", {}),
+    **none_of("max_output_tokens seed", -1),
+    **none_of("min_p", 0),
+    **none_of("repetition_penalty", 1),
+    **none_of("structured_outputs"),
+    **none_of("top_k", 0, -1),
+    **none_of("truncation", "disabled"),
 }
 _OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
@@ -166,7 +186,7 @@ class SummaryPart(StrictModel):
 
 
 class ReasoningPart(StrictModel):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -238,14 +258,14 @@ def _functions(value: Any) -> Any:
     for i, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise unsupported(_HOSTED, f"{i}.type")
+            raise unsupported(HOSTED, f"{i}.type")
     return value
 
 
 def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise unsupported(_HOSTED, "type")
+        raise unsupported(HOSTED, "type")
     return value
 
 
@@ -255,12 +275,24 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class NamedFunction(StrictModel):
+def _is_hosted(kind: str) -> str:
+    if kind == "function":
+        raise refusal("is for functions")
+    return kind
+
+
+class HostedTool(BaseModel):
+    """A tool of another type, such as `web_search` or `custom`, which is left out."""
+
+    type: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_is_hosted)]
+
+
+class NamedFunction(Wanted):
     type: Literal["function"]
     name: ToolName
 
 
-class AllowedFunctions(StrictModel):
+class AllowedFunctions(Wanted):
     """Some of the functions, of which the model decides or must call one."""
 
     type: Literal["allowed_tools"]
@@ -272,7 +304,7 @@ class AllowedFunctions(StrictModel):
     ]
 
 
-class TextFormat(StrictModel):
+class TextFormat(Wanted):
     """Text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -296,14 +328,16 @@ class TextFormat(StrictModel):
         return {"type": self.type, "json_schema": {**fields, "schema": self.schema_}}
 
 
-class TextOptions(StrictModel):
+class TextOptions(Wanted):
     unasked = _OF_TEXT
 
     format: TextFormat | None = None
 
 
-class ReasoningOptions(StrictModel):
+class ReasoningOptions(Wanted):
     """Summaries have no effect: the reasoning itself is in the response."""
+
+    harmless = DESCRIPTIONS | {"context"}  # which earlier reasoning is shown: the template decides
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -355,10 +389,9 @@ class ResponseBody(Templated, Sampled, CallFields):
         ]
         | None
     ) = Field(None, max_length=32, description="only `message.output_text.logprobs` has an effect")
-    tools: (
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
-        | None
-    ) = Field(None, description="functions in this API's flat form")
+    tools: Annotated[list[FunctionTool | HostedTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions in this API's flat form; others are left out"
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
         BeforeValidator(_choice),
@@ -397,15 +430,19 @@ class ResponseBody(Templated, Sampled, CallFields):
             error = exc.errors()[0]
             path = [*error["loc"], error.get("ctx", {}).get("param")]
             param = ".".join(str(part) for part in path if part is not None)
-            is_known = error["type"] == UNSUPPORTED
-            code = UNSUPPORTED if is_known else "invalid_value"
+            code = CODE if error["type"] == CODE else "invalid_value"
             raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    def left_out(self) -> list[str]:
+        return [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, HostedTool)]
+
     def _chat_tools(self) -> list[dict[str, Any]] | None:
-        if not self.tools:
-            return None
-        functions = [{name: v for name, v in tool if name != "type"} for tool in self.tools]
-        return [{"type": "function", "function": function} for function in functions]
+        functions = [{name: v for name, v in tool if name != "type"} for tool in self.functions]
+        return [{"type": "function", "function": function} for function in functions] or None
 
     def _chat_choice(self) -> str | dict[str, Any] | None:
         match self.tool_choice:

@@ -1,16 +1,17 @@
 """The base classes of request bodies, and what becomes of names that they do not have.
 
 Parameters of other servers that would change the response are rejected by name, unless the value is
-one without effect (null, or one that is listed). At the top of a body an unknown name is rejected
-too, as it may be misspelt, unless clients are known to send it. All others are ignored, and a
-response header names them.
+one without effect (null, or one that is listed). An unknown name is rejected too, as it may be
+misspelt, unless it is known to change no answer: at the top of a body, and in objects that say what
+is wanted. In past messages, which come back as other servers sent them, unknown names are ignored.
+A response header names what is ignored.
 """
 
 import functools
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -32,48 +33,72 @@ Metadata = Annotated[
     Field(max_length=16),
 ]
 
-# Parameter -> values without effect.
+
+def none_of(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """Parameters -> their values that ask for nothing, beside null."""
+    return dict.fromkeys(names.split(), values)
+
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+# Parameters of OpenAI, vLLM, SGLang and llama.cpp that are not here.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "early_stopping": (False,),
-    "function_call": ("none", "auto"),  # no effect without functions
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+    **none_of("audio custom_logit_processor custom_params ebnf ec_transfer_params"),
+    **none_of("guided_whitespace_pattern kv_transfer_params logprob_token_ids lora_path"),
+    **none_of("max_dynamic_patch min_dynamic_patch moderation prompt_embeds regex"),
+    **none_of("repetition_detection session_params stop_regex thinking_token_budget"),
+    **none_of("web_search_options"),
+    **none_of("grammar suffix", ""),
+    **none_of("chat_format", "Content-only"),
+    **none_of("reasoning_format", "auto", "deepseek"),
+    **none_of("verbosity", "medium"),
+    **none_of("function_call", "none", "auto"),
+    **none_of("mm_payload", "tensors"),
+    **none_of("adaptive_target n_predict reasoning_budget", -1),
+    **none_of("top_n_sigma", -1, 0),
+    **none_of("dry_multiplier dynatemp_range min_keep mirostat n_discard n_indent n_keep", 0),
+    **none_of("n_probs routed_experts_prompt_start xtc_probability", 0),
+    **none_of("t_max_predict_ms", 0, -1),
+    **none_of("length_penalty n_cmpl repeat_penalty tfs_z typ_p typical_p", 1),
+    **none_of("backend_sampling early_stopping echo grammar_lazy no_stop_trim", False),
+    **none_of("penalize_nl post_sampling_probs reasoning_in_content", False),
+    **none_of("return_cached_tokens_details return_hidden_states return_meta_info", False),
+    **none_of("return_mm_kwargs return_progress return_prompt_text", False),
+    **none_of("return_prompt_token_ids return_routed_experts return_token_offsets", False),
+    **none_of("return_tokens thinking_forced_open use_audio_in_video use_beam_search", False),
+    **none_of("watermarking", False),
+    **none_of("include_reasoning parse_tool_calls separate_reasoning stream_reasoning", True),
+    **none_of("modalities", ["text"]),
+    **none_of("functions image_data logits_processors lora preserved_tokens", []),
+    **none_of("response_fields samplers", []),
+    **none_of("json_schema media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
 }
 # Names at the top of a body that clients are known to send, and that change no answer: for tracing,
-# caching and routing elsewhere, and hints to a scheduler.
-IGNORED = frozenset(
-    {
-        *("prediction", "prompt_cache_options", "store"),  # OpenAI
-        *("cache_salt", "priority", "request_id", "session_id"),  # vLLM, Cohere
-        *("cache_control", "provider", "usage"),  # OpenRouter
-        *("extra_headers", "extra_query", "timeout"),  # options of OpenAI's client
-        *("litellm_metadata", "litellm_session_id", "litellm_trace_id"),
-        *("cache_prompt", "id_slot", "timings_per_token"),  # llama.cpp
-        *("keep_alive", "ttl"),  # Ollama, LM Studio
-        *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
-    }
+# caching and routing elsewhere, hints to a scheduler, and degrees of what is refused above.
+IGNORED = _names(
+    "adaptive_decay bootstrap_host bootstrap_port bootstrap_room cache_control cache_prompt",
+    "cache_salt chat_id client_metadata client_request_id conversation_id data_parallel_rank",
+    "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent",
+    "extra_headers extra_key extra_query guided_decoding_backend id_slot keep_alive",
+    "litellm_call_id litellm_metadata litellm_session_id litellm_trace_id mirostat_eta",
+    "mirostat_tau n_cache_reuse prediction priority prompt_cache_options provider repeat_last_n",
+    "request_id rid run_id session_id span_id store stream_interval tags thread_id timeout",
+    "timings_per_token trace_id ttl turn_id usage xtc_threshold",
+)
+# The same in objects that say what is wanted: descriptions that no prompt shows.
+DESCRIPTIONS = _names(
+    "$schema allowed_callers annotations cache_control defer_loading description display_name",
+    "eager_input_streaming examples icons id index input_examples metadata name output_schema",
+    "outputSchema return returns tags title version",
 )
 # Parts of a message that the model would not see.
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
+    "partial": (False,),  # of a last message that the model is to continue
+    "prefix": (False,),
     "refusal": (),
 }
 ROLES = frozenset({"function"})
@@ -127,14 +152,15 @@ def _counted(value: Any, kind: type[Sized], most: int) -> Any:
 class StrictModel(BaseModel):
     """The base class of bodies and of objects in them: rejects wrong types and coercions.
 
-    Unknown names are ignored. In a body, which has `extra="forbid"`, they may be misspelt: they are
-    rejected, but for IGNORED. A list or an object ends at its first error, and must have a
-    `max_length`: a class without one cannot be made.
+    Unknown names are ignored; where a class has `extra="forbid"`, only its `harmless` ones. A list
+    or an object ends at its first error, and must have a `max_length`: a class without one cannot
+    be made.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, hide_input_in_errors=True)
 
     unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
+    harmless: ClassVar[frozenset[str]] = IGNORED
     # Fields of which validators take texts out of objects -> the known names of those objects.
     names_of_objects: ClassVar[Mapping[str, frozenset[str]]] = {}
 
@@ -155,9 +181,12 @@ class StrictModel(BaseModel):
         known = _known_names(cls)
         kept = {name: fields[name] for name in known if name in fields}
         ignored = []
+        for name in sorted(cls.unasked.keys() & fields.keys()):
+            if name not in known:
+                _check_asks_for_nothing(name, fields[name], cls.unasked[name])
+            elif fields[name] in cls.unasked[name]:
+                del kept[name]
         if len(kept) < len(fields):
-            for name, unasked in cls.unasked.items():
-                _check_asks_for_nothing(name, fields.get(name), unasked)
             ignored = [*itertools.islice(cls._unknown(fields), len(IGNORED))]
         model = validated(kept)
         if cls.names_of_objects:
@@ -174,7 +203,9 @@ class StrictModel(BaseModel):
                 continue
             if cls.model_config["extra"] != "forbid":
                 yield name
-            elif name not in IGNORED:
+            elif fields[name] is None and issubclass(cls, Wanted):
+                continue
+            elif name not in cls.harmless:
                 similar = similar_name(name, known)
                 hint = f"; did you mean {similar}?" if similar else ""
                 raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
@@ -191,8 +222,15 @@ class StrictModel(BaseModel):
 
 
 @functools.cache
-def _known_names(model: type[StrictModel]) -> Collection[str]:
+def _known_names(model: type[StrictModel]) -> Mapping[str, None]:
     return dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
+
+
+class Wanted(StrictModel):
+    """An object that says what is wanted, unlike one of a past message."""
+
+    model_config = ConfigDict(extra="forbid")
+    harmless = DESCRIPTIONS
 
 
 class OwnModel(StrictModel):
@@ -246,12 +284,16 @@ class CallFields(StrictModel):
     prompt_cache_retention: str | None = Field(None, max_length=64, description="checked, ignored")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="checked, ignored")
 
+    def left_out(self) -> list[str]:
+        """The paths of its parts that have no effect."""
+        return []
+
 
 def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
     there are none. Those in objects are named by their path without positions."""
     found = [name for name in body.ignored if getattr(body, name) is not None]
-    names = _first(itertools.chain(found, _ignored_in(body)))
+    names = _first(itertools.chain(found, body.left_out(), _ignored_in(body)))
     shown = [_UNSAFE.sub("?", name) for name in names[:_MAX_NAMES]]
     if len(names) > _MAX_NAMES:
         shown.append("...")

@@ -103,6 +103,12 @@ class KnownModels:
             self._models = (now_s, models)
         return models
 
+    async def named(self, name: str) -> str:
+        """The published name of a model: its own, or one on the Hub, if that is one model's."""
+        models = await self.models()
+        found = [card.name for card in models.values() if name and name in card.hub_names]
+        return found[0] if name not in {*models, *self.declared} and len(found) == 1 else name
+
     def add(self, card: ModelCard) -> None:
         """Adds a model that this process publishes, so that it is known at once."""
         asked_s, models = self._models

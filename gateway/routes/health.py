@@ -58,6 +58,8 @@ async def readyz(gateway: ThisGateway, model: str = "") -> Response:
 @router.get(
     "/health", response_class=Response, responses={503: {"model": None, "description": _NOT_READY}}
 )
+@router.get("/ping", response_class=Response, include_in_schema=False)
+@router.post("/ping", response_class=Response, include_in_schema=False)
 @open_to_all
 async def health(gateway: ThisGateway) -> Response:
     """The status of /readyz without a body; vLLM's load generator asks for it."""

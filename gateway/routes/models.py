@@ -114,6 +114,7 @@ async def get_model(
 ) -> Model:
     """One model."""
     known = gateway.broker.known
+    model_id = await known.named(model_id)
     cards, failure = await known.models(), (await known.failures()).get(model_id)
     if model_id in cards:
         return _shown(cards[model_id], failure)

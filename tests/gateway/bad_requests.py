@@ -43,7 +43,7 @@ BODIES: dict[str, bytes] = {
     "a number beyond doubles": b'{"model": "hash", "prompt": "ab", "temperature": 1e999}',
     "a large seed": b'{"model": "hash", "prompt": "ab", "seed": 18446744073709551616}',
     "ten thousand digits": b'{"model": "hash", "prompt": "ab", "seed": ' + b"9" * 10_000 + b"}",
-    "a negative count": b'{"model": "hash", "prompt": "ab", "max_tokens": -1}',
+    "a negative count": b'{"model": "hash", "prompt": "ab", "max_tokens": -2}',
     "a fraction of a count": b'{"model": "hash", "prompt": "ab", "n": 1.5}',
     "a count as text": b'{"model": "hash", "prompt": "ab", "n": "1"}',
     "a truth as a count": b'{"model": "hash", "prompt": "ab", "n": true}',

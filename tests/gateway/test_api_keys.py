@@ -74,7 +74,10 @@ _CALLS = (
     *("responses", "responses/input_tokens", "quote"),
 )
 SCOPED = {
-    Scope.INFERENCE: [f"POST /v1/{path}" for path in _CALLS],
+    Scope.INFERENCE: [
+        *(f"POST /v1/{path}" for path in _CALLS),
+        *("POST /tokenize", "POST /detokenize"),
+    ],
     Scope.JOBS_WRITE: [
         *("POST /v1/jobs", f"POST {NO_JOB}/cancel", f"PATCH {NO_JOB}"),
         *(f"POST {NO_RESPONSE}/cancel", f"DELETE {NO_RESPONSE}"),

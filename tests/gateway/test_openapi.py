@@ -176,8 +176,9 @@ SOME_IDS: dict[str, Callable[[str], list[str]]] = {
 }
 # Valid only together with certain values of other fields.
 _ONLY_WITH_OTHERS = (
-    "best_of", "min_tokens", "parallel_tool_calls", "stop_token_ids", "stream_options",
-    "tool_choice", "tools", "top_logprobs",
+    "add_generation_prompt", "allowed_token_ids", "best_of", "chat_template", "documents",
+    "min_tokens", "parallel_tool_calls", "stop_token_ids", "stream_options", "tool_choice", "tools",
+    "top_logprobs",
 )  # fmt: skip
 
 
@@ -186,7 +187,8 @@ def generator() -> Any:
     document = openapi_document()
     schemas = document["components"]["schemas"]
     responses = ("ResponseBody", "InputTokensBody")
-    for name in ("ChatBody", "CompletionBody", *responses):
+    tokenized = ("TokenizedChat", "TokenizedPrompt")
+    for name in ("ChatBody", "CompletionBody", *tokenized, *responses):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [MODEL]}
         for length in {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(fields):
@@ -214,6 +216,11 @@ def generator() -> Any:
         del message["properties"][name]
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, several]}
+    schemas["TokenizedPrompt"]["properties"]["prompt"] = text
+    for name in (*tokenized, "DetokenizeBody"):
+        schemas[name]["required"].append("model")  # one of several here
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 9}}
+    schemas["DetokenizeBody"]["properties"] |= {"model": {"enum": [MODEL]}, "tokens": ids}
     for name in ("EmbeddingsBody", "ClassifyBody"):
         schemas[name]["properties"]["input"] = {"anyOf": [text, several]}
     schemas["ScoreBody"]["properties"]["text_1"] = text  # as many as of the others, or one

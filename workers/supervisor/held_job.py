@@ -95,7 +95,12 @@ class ChoiceText:
         stop: tuple[str, ...],
         min_tokens: int,
         hidden_ids: Collection[int] | None = None,
+        *,
+        shows_stop: bool = False,
+        joins_special: bool = False,
     ) -> None:
+        """`shows_stop`: a stop string or token is part of the text. `joins_special`: an added token
+        after another has no space before it, as in vLLM."""
         self._tokenizer = tokenizer
         self._skips_special = hidden_ids is None
         self._hidden_ids = hidden_ids or ()
@@ -106,7 +111,11 @@ class ChoiceText:
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = context if self._prompt_end else []
-        self.stops = StopStrings(stop, min_tokens)
+        self.stops = StopStrings(stop, min_tokens, shows_stop=shows_stop)
+        self.shows_stop = shows_stop
+        added = tokenizer.get_added_tokens_decoder() if joins_special else {}
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._was_added = False
 
     @property
     def is_stopped(self) -> bool:
@@ -123,7 +132,12 @@ class ChoiceText:
         if piece is None:
             return ""
         self._undecoded.clear()
-        return self.stops.push(self._after_prompt(piece))
+        piece = self._after_prompt(piece)
+        if self._added:
+            content = self._added.get(token_id)
+            piece = content if content is not None and self._was_added else piece
+            self._was_added = content is not None
+        return self.stops.push(piece)
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
@@ -162,13 +176,15 @@ class Choice:
     has_news: bool = False
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
-        """Adds a token and the text it releases. A stop token has no text."""
+        """Adds a token and the text it releases. A stop token has no text, unless it is shown."""
         self.token_ids.append(token_id)
         is_due = token_id in self.stop_token_ids and len(self.token_ids) > self.min_tokens
         if is_due and self.parser is not None and self.parser.in_answer:
             finish_reason = FinishReason.STOP
-        if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-            self.end(FinishReason.STOP)
+        if finish_reason is FinishReason.TOOL_CALLS:
+            finish_reason = FinishReason.STOP
+        if finish_reason is FinishReason.STOP and not self.text.shows_stop:
+            self.end(finish_reason)
             return
         self._add_token(self.text.push(token_id))
         if self.text.is_stopped:
@@ -293,10 +309,21 @@ class HeldJob:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
     ) -> Choice:
         params, hidden_ids = self.job.params, None
-        if formats is not None and formats.reads(self.job):
+        is_read = formats is not None and formats.reads(self.job)
+        if not params.skip_special_tokens:
+            hidden_ids = frozenset[int]()
+        elif formats is not None and is_read:
             hidden_ids = formats.hidden_ids(self.job)
-        text = ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens, hidden_ids)
-        if formats is None or hidden_ids is None:
+        text = ChoiceText(
+            tokenizer,
+            prompt_ids,
+            params.stop,
+            params.min_tokens,
+            hidden_ids,
+            shows_stop=params.include_stop_str_in_output,
+            joins_special=not (params.skip_special_tokens or params.spaces_between_special_tokens),
+        )
+        if formats is None or not is_read:
             return Choice(text, None)
         parser = formats.parser(self.job, prompt_ids, text.stops)
         stop_token_ids = params.stop_token_ids if parser.may_reason else ()

@@ -112,9 +112,8 @@ class LeaseKeeper:
         try:
             await self._broker.ensure_library()
             settings = self._settings
-            card = make_card(
-                settings.served_model_name, ready, lanes, truncates=settings.auto_truncate
-            )
+            name, path = settings.served_model_name, settings.engine.model_path
+            card = make_card(name, ready, lanes, truncates=settings.auto_truncate, path=path)
             await self._broker.publish_model(card, ready.tokenizer)
         except BrokerUnfit:
             raise

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import redis.asyncio
 from msgspec.structs import replace
@@ -251,9 +252,14 @@ class WorkerBroker:
 
 
 def make_card(
-    name: str, ready: EngineReady, lanes: tuple[str, ...], *, truncates: bool = False
+    name: str,
+    ready: EngineReady,
+    lanes: tuple[str, ...],
+    *,
+    truncates: bool = False,
+    path: str = "",
 ) -> ModelCard:
-    """The model card that this worker publishes."""
+    """The model card that this worker publishes. `path`: of the model, or its id on the Hub."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     reasoning, tool_format = ready.tokenizer.reasoning, ready.tokenizer.tool_format
     if ready.pooling is not None:
@@ -276,4 +282,5 @@ def make_card(
         generation=ready.generation,
         pooling=ready.pooling,
         truncates=truncates,
+        hub_names=() if Path(path).expanduser().exists() else (path, Path(path).name),
     )
