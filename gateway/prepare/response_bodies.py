@@ -10,11 +10,10 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     model_validator,
 )
 
-from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.http.errors import ApiError
 from gateway.prepare.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -32,6 +31,7 @@ from gateway.prepare.schemas import (
     TopLogprobs,
     few_parts,
     image_source,
+    validated_chat,
 )
 from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
@@ -392,14 +392,9 @@ class ResponseBody(Templated, Sampled, CallFields):
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.of_chat()
         try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as exc:
-            error = exc.errors()[0]
-            path = [*error["loc"], error.get("ctx", {}).get("param")]
-            param = ".".join(str(part) for part in path if part is not None)
-            is_known = error["type"] == UNSUPPORTED
-            code = UNSUPPORTED if is_known else "invalid_value"
-            raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
+            return validated_chat(fields)
+        except ApiError as exc:
+            raise renamed(exc) from None
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools:

@@ -22,7 +22,9 @@ from gateway.follow.answer_models import (
     Scores,
     TextCompletion,
 )
+from gateway.follow.answers import Chunks
 from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted_object
+from gateway.follow.message_events import MessageEvents
 from gateway.follow.streams import call_stream, whole_answer
 from gateway.follow.sync_call import START, AskedPosition, AskedTimeLimit, ServerTiming, SyncCall
 from gateway.http import sse
@@ -32,6 +34,7 @@ from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference
 from gateway.prepare.calls import check_goes_on, prepare_call
 from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.messages import MessagesBody, prepare_message
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
@@ -41,6 +44,8 @@ from gateway.runners.submission import check_first_calls
 from gateway.state import AcceptingGateway, Gateway
 
 log = logging.getLogger("batchway.gateway")
+
+_Streamed = ChatBody | CompletionBody | MessagesBody
 
 IdempotencyKey = Annotated[
     str,
@@ -144,7 +149,7 @@ AskedCall = Annotated[SyncCall, Depends(asked_call)]
 
 
 async def answer_call(
-    call: SyncCall, caller: Caller, endpoint: Endpoint, body: CallBody
+    call: SyncCall, caller: Caller, endpoint: Endpoint, body: CallBody | MessagesBody
 ) -> Response:
     """Submits the call's job and returns its output, whole or as a stream. Returns the job instead
     if the caller prefers that, or when the time limit is reached."""
@@ -160,28 +165,42 @@ async def answer_call(
         idempotency_key=call.key,
         body_hash=hashed,
     )
+
+    async def prepared() -> tuple[Job, Submission]:
+        if isinstance(body, MessagesBody):
+            return await prepare_message(call.gateway, body, job, submission)
+        return await prepare_call(call.gateway, body, job, submission)
+
     if limit.wants_job:
         check_goes_on(body)
-        prepared = await prepare_call(call.gateway, body, job, submission)
         headers = call.headers | ignored_header(body)
-        return await submit_job(call.gateway, *prepared, headers)
+        return await submit_job(call.gateway, *await prepared(), headers)
     _check_resumes(call, body)
-    work = prepare_call(call.gateway, body, job, submission)
-    await begin(call, caller, *await unless_gone(call.request.receive, work))
+    await begin(call, caller, *await unless_gone(call.request.receive, prepared()))
     call.headers |= ignored_header(body)
     with call.named_errors():
-        if not isinstance(body, ChatBody | CompletionBody) or not body.stream:
-            return await answer_whole(call, whole_answer(call))
-        events = call_stream(
-            call,
-            includes_usage=body.includes_usage,
-            repeats_usage=body.repeats_usage,
-            has_ids=bool(call.key) or body.on_disconnect == "continue",
-        )
+        message = None
+        if isinstance(body, MessagesBody):
+            shows = body.shows_thinking
+            message = MessageEvents(call.job, max_tokens=body.max_tokens, shows_thinking=shows)
+        if not isinstance(body, _Streamed) or not body.stream:
+            return await answer_whole(call, whole_answer(call, message))
+        has_ids = bool(call.key) or body.on_disconnect == "continue"
+        events = call_stream(call, message or await _chunks(call, body), has_ids=has_ids)
         call.headers |= call.timing.headers()
         return await sse.sse_response(
             call.request, events, headers=call.headers, on_gone=call.on_gone
         )
+
+
+async def _chunks(call: SyncCall, body: _Streamed) -> Chunks:
+    assert not isinstance(body, MessagesBody)
+    return Chunks(
+        call.job,
+        await call.gateway.tokenizer_for(call.job),
+        includes_usage=body.includes_usage,
+        repeats_usage=body.repeats_usage,
+    )
 
 
 async def begin(call: SyncCall, caller: Caller, job: Job, submission: Submission) -> None:
@@ -226,9 +245,9 @@ def ends_with_caller(body: CallFields, key: str) -> bool:
     return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
 
 
-def _check_resumes(call: SyncCall, body: CallBody) -> None:
+def _check_resumes(call: SyncCall, body: CallBody | MessagesBody) -> None:
     """Raises ApiError if a position is given for anything but the caller's own earlier stream."""
-    is_stream = isinstance(body, ChatBody | CompletionBody) and body.stream
+    is_stream = isinstance(body, _Streamed) and body.stream
     if call.position is not START and not (call.key and is_stream):
         param = "Last-Event-ID" if "last-event-id" in call.request.headers else "starting_after"
         message = (
