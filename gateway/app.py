@@ -29,7 +29,6 @@ from gateway.routes import (
     health,
     jobs,
     lanes,
-    messages,
     models,
     objects,
     operations,
@@ -53,7 +52,7 @@ _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
 _MODULES = (
-    *(calls, responses, messages, dead_letters, jobs, operations, lanes, objects),
+    *(calls, responses, dead_letters, jobs, operations, lanes, objects),
     *(files, uploads, batches, models, health),
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]

@@ -286,14 +286,6 @@ class ItemList(Page):
     data: list[dict[str, Any]]
 
 
-class MessageUsage(Shown):
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: dict[Literal["thinking_tokens"], int]
-
-
 class MessageObject(Shown):
     """Anthropic's."""
 
@@ -302,11 +294,9 @@ class MessageObject(Shown):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]] = Field(description="`text`, `thinking` and `tool_use`")
-    stop_reason: Literal[
-        "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
-    ]
+    stop_reason: str
     stop_sequence: str | None
-    usage: MessageUsage
+    usage: dict[str, Any]
 
 
 class MessageTokens(BaseModel):

@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from contract.events import ChoiceDelta, LogEntry, Tokens, ToolCallDelta
 from contract.jobs import FinishReason, Job
 from contract.response_events import Event, call_id
@@ -28,20 +26,6 @@ _KINDS: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
 }
 
 
-class _Block(msgspec.Struct):
-    """`call` is its number among the calls."""
-
-    kind: str
-    call: int | None
-    fields: dict[str, Any]
-    texts: list[str] = msgspec.field(default_factory=list)
-
-    def whole(self) -> dict[str, Any]:
-        text = "".join(self.texts)
-        value = arguments_object(text) if self.kind == "tool_use" else text
-        return self.fields | {"input" if self.kind == "tool_use" else self.kind: value}
-
-
 class MessageEvents:
     """The events of one message, in the order of its job's log: `of` each entry, then `end`; or the
     message from `build`. `max_tokens`: what the call asked for, `shows_thinking`: or its signature
@@ -49,7 +33,7 @@ class MessageEvents:
 
     needs_history = True
 
-    def __init__(self, job: Job, *, max_tokens: int, shows_thinking: bool) -> None:
+    def __init__(self, job: Job, max_tokens: int, shows_thinking: bool) -> None:
         self._job = job
         self._is_clipped = job.params.max_tokens < max_tokens
         self._shows_thinking = shows_thinking
@@ -57,8 +41,10 @@ class MessageEvents:
 
     def reset(self) -> None:
         """Forgets all events, before the log is read again."""
-        self._has_begun = self._is_open = False
-        self._blocks: list[_Block] = []
+        self._has_begun = False
+        self._content: list[dict[str, Any]] = []
+        self._open: tuple[str, int | None] | None = None  # kind of the last block, and its call
+        self._texts: list[str] = []  # of it
         self._num_thinking_tokens = 0
         self._stop: dict[str, str | None] = {"stop_reason": "end_turn", "stop_sequence": None}
 
@@ -88,8 +74,7 @@ class MessageEvents:
         """The whole message."""
         self._closed()
         usage = self._usage(num_prompt_tokens, num_output_tokens)
-        content = [block.whole() for block in self._blocks]
-        return self._message(usage) | {"content": content} | self._stop
+        return self._message(usage) | {"content": self._content} | self._stop
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -122,7 +107,7 @@ class MessageEvents:
 
     def _of_delta(self, delta: ChoiceDelta) -> list[Event]:
         events, calls = list[Event](), delta.tool_calls
-        if calls and self._goes_on("tool_use", calls[0].index):
+        if calls and self._open == ("tool_use", calls[0].index):
             events += self._more_of_call(calls[0])  # the call ends before what else there is
             calls = calls[1:]
         if delta.reasoning:
@@ -146,10 +131,6 @@ class MessageEvents:
             return "model_context_window_exceeded"
         return _STOP_REASONS[delta.finish_reason]
 
-    def _goes_on(self, kind: str, call: int | None) -> bool:
-        last = self._blocks[-1] if self._is_open else None
-        return last is not None and (last.kind, last.call) == (kind, call)
-
     def _more_of_call(self, call: ToolCallDelta) -> list[Event]:
         id_ = "toolu_" + call_id(self._job, 0, call.index).removeprefix("call_")
         return self._more("tool_use", call.arguments, call.index, id=id_, name=call.name)
@@ -158,29 +139,32 @@ class MessageEvents:
         """Adds text to the open block, or to a new one."""
         begins, delta, field = _KINDS[kind]
         events = list[Event]()
-        if not self._goes_on(kind, call):
+        if self._open != (kind, call):
             events += self._closed()
-            block = _Block(kind, call, {"type": kind, **fields, **begins})
-            self._blocks.append(block)
-            self._is_open = True
-            events.append(self._event("start", content_block=dict(block.fields)))
+            self._open, self._texts = (kind, call), []
+            self._content.append({"type": kind, **fields, **begins})
+            events.append(self._event("start", content_block=dict(self._content[-1])))
         if text and (kind != "thinking" or self._shows_thinking):
-            self._blocks[-1].texts.append(text)
+            self._texts.append(text)
             events.append(self._event("delta", delta={"type": delta, field: text}))
         return events
 
     def _closed(self) -> list[Event]:
         """Ends the open block, if there is one."""
-        if not self._is_open:
+        if self._open is None:
             return []
-        self._is_open = False
-        block, events = self._blocks[-1], list[Event]()
-        if block.kind == "thinking":  # callers must return it; nobody checks it
-            digest = hashlib.sha256(f"{self._job.id}/{len(self._blocks)}".encode()).digest()
-            signature = block.fields["signature"] = base64.b64encode(digest).decode()
+        (kind, _), self._open = self._open, None
+        block, text, events = self._content[-1], "".join(self._texts), list[Event]()
+        if kind == "tool_use":
+            block["input"] = arguments_object(text)
+        else:
+            block[kind] = text
+        if kind == "thinking":  # callers must return it; nobody checks it
+            digest = hashlib.sha256(f"{self._job.id}/{len(self._content)}".encode()).digest()
+            signature = block["signature"] = base64.b64encode(digest).decode()
             delta = {"type": "signature_delta", "signature": signature}
             events.append(self._event("delta", delta=delta))
         return [*events, self._event("stop")]
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **fields}
+        return {"type": f"content_block_{kind}", "index": len(self._content) - 1, **fields}

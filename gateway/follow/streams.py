@@ -25,14 +25,7 @@ from gateway.follow.message_events import MessageEvents
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
 from gateway.follow.sync_call import START, LogPosition, SyncCall, TimeLimit
 from gateway.http import sse
-from gateway.http.errors import (
-    NO_RETRY,
-    ApiError,
-    Draining,
-    failure_of,
-    is_message_call,
-    to_call_error,
-)
+from gateway.http.errors import NO_RETRY, ApiError, Draining, failure_of, to_call_error
 from gateway.redis.broker import Broker
 from gateway.redis.hints import Idle, News, Reset
 from gateway.state import Gateway
@@ -179,7 +172,8 @@ async def call_stream(
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure
-                    yield _encoded(chunks, chunks.end(end.prompt_tokens, end.output_tokens))
+                    if last := chunks.end(end.prompt_tokens, end.output_tokens):
+                        yield _encoded(chunks, last)
                     break
                 case [*entries]:
                     if messages := _chunk_messages(chunks, entries, has_ids=has_ids):
@@ -199,7 +193,7 @@ async def call_stream(
                 if not has_sent:
                     raise await call.hand_over()
                 await call.detach()
-                yield _became_job(call, last_id)
+                yield _became_job(call, chunks, last_id)
                 break
     except BatchwayError as exc:
         error = to_call_error(exc)
@@ -227,9 +221,9 @@ def _idle(chunks: Chunks | MessageEvents, *, has_ids: bool) -> bytes:
     return sse.COMMENT if has_ids else sse.EMPTY_LINE
 
 
-def _became_job(call: SyncCall, last_id: str) -> bytes:
+def _became_job(call: SyncCall, chunks: Chunks | MessageEvents, last_id: str) -> bytes:
     """The event that says where to resume, for callers that know it; else an error."""
-    job, scope = call.job, call.request.scope
+    job = call.job
     url = events_url(job.id)
     message = (
         f"the time for this answer is up; it goes on as the job {job.id}: read the rest at "
@@ -237,8 +231,8 @@ def _became_job(call: SyncCall, last_id: str) -> bytes:
     )
     error = ApiError(503, "became_job", message)
     where = {"id": job.id, "last_event_id": last_id, "events_url": url}
-    event = "error" if is_message_call(scope) else "reconnect"
-    return sse.message({**where, **error.body_for(scope)}, event=event)
+    event = "error" if isinstance(chunks, MessageEvents) else "reconnect"
+    return sse.message({**where, **error.body_for(call.request.scope)}, event=event)
 
 
 async def job_stream(

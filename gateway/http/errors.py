@@ -65,15 +65,11 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
 SYSTEM_RANDOM = random.SystemRandom()
 """Environments of a function that start from one snapshot draw the same numbers from others."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MESSAGES = "/v1/messages"
 _TYPES_OF_MESSAGES = {
     **_TYPES,
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
+    **{404: "not_found_error", 413: "request_too_large"},
+    **{503: "overloaded_error", 504: "timeout_error"},
 }
-OVERLOADED = 529  # Anthropic's 503
 _SOON_S = 1.0  # temporary: a retry may succeed
 _UNFIT_S = 30.0  # until an operator acts
 _FULL_S = 5.0  # until running jobs have ended
@@ -131,20 +127,16 @@ class ApiError(BatchwayError, HTTPException):
         return {"error": self._details(_TYPES, "server_error")}
 
     def body_for(self, scope: Scope) -> dict[str, object]:
-        """The error in the form of the path that was called."""
+        """The error in the form of the path that was called; Anthropic's has OpenAI's members."""
         if not is_message_call(scope):
             return self.body()
-        request_id = scope.get("state", {}).get("request_id")
         error = self._details(_TYPES_OF_MESSAGES, "api_error")
-        return {"type": "error", "error": error, "request_id": request_id}
+        return {"type": "error", "error": error, "request_id": scope["state"].get("request_id")}
 
-    def _details(self, types: Mapping[int, str], of_server: str) -> dict[str, object]:
-        default = of_server if self.status >= 500 else "invalid_request_error"
-        kind = types.get(self.status, default)
+    def _details(self, types: Mapping[int, str], of_server: str) -> dict[str, str | None]:
+        kind = of_server if self.status >= 500 else "invalid_request_error"
+        kind = types.get(self.status, kind)
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-
-    def _status_for(self, scope: Scope) -> int:
-        return OVERLOADED if self.status == 503 and is_message_call(scope) else self.status
 
     def response(self, scope: Scope, draw: Callable[[], float] = SYSTEM_RANDOM.random) -> Response:
         """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After."""
@@ -153,7 +145,7 @@ class ApiError(BatchwayError, HTTPException):
             headers["retry-after"] = retry_after(self.retry_after_s, draw)
         return Response(
             msgspec.json.encode(self.body_for(scope)),
-            self._status_for(scope),
+            529 if self.status == 503 and is_message_call(scope) else self.status,
             headers=headers,
             media_type="application/json",
         )
@@ -161,17 +153,15 @@ class ApiError(BatchwayError, HTTPException):
 
 def is_message_call(scope: Scope) -> bool:
     """Whether the call is one of Anthropic's API."""
-    return str(scope["path"]).startswith(_MESSAGES)
+    return str(scope["path"]).startswith("/v1/messages")
 
 
 class ContextExceeded(ApiError):
-    """A prompt, or it and its output, beyond the context. `num_prompt`: at least so many tokens."""
+    """A prompt of at least `num_prompt` tokens, or it and its output, beyond the context."""
 
-    def __init__(
-        self, message: str, param: str, *, num_prompt: int, num_output: int, limit: int
-    ) -> None:
+    def __init__(self, message: str, param: str, num_prompt: int, limit: int) -> None:
         super().__init__(400, CONTEXT_EXCEEDED, message, param=param)
-        self.num_prompt, self.num_output, self.limit = num_prompt, num_output, limit
+        self.num_prompt, self.limit = num_prompt, limit
 
 
 class UnknownJob(BatchwayError):

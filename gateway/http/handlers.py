@@ -3,7 +3,7 @@ contain input."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +15,6 @@ from contract.errors import BatchwayError
 from gateway.http.bodies import ClientGone
 from gateway.http.errors import (
     MISSING,
-    OVERLOADED,
     UNKNOWN,
     UNSUPPORTED,
     ApiError,
@@ -66,13 +65,6 @@ class Error(BaseModel):
     error: ErrorDetails
 
 
-class MessageError(Error):
-    """Anthropic's error object, with the names and codes of OpenAI's."""
-
-    type: Literal["error"]
-    request_id: str | None
-
-
 _REASONS: Mapping[int, str] = {
     400: "What the caller must change; `param` names it",
     401: "No API key, or none that is good",
@@ -90,7 +82,7 @@ _REASONS: Mapping[int, str] = {
     500: "The job failed, or an internal error",
     503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
     504: "The job did not end before its deadline",
-    OVERLOADED: "No capacity now; see `x-dropped-reason` and `Retry-After`",
+    529: "No capacity now; see `x-dropped-reason` and `Retry-After`",
 }
 
 
@@ -99,17 +91,8 @@ _ALWAYS = (400, 408, 410, 413, 422, 431, 500, 503)
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Errors of a route beside those that each has, as the `responses` of its OpenAPI operation."""
-    return _answers(Error, {*_ALWAYS, *statuses})
-
-
-def message_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The same for Anthropic's API."""
-    return _answers(MessageError, {*_ALWAYS, *statuses, OVERLOADED} - {503})
-
-
-def _answers(model: type[BaseModel], statuses: set[int]) -> dict[int | str, dict[str, Any]]:
-    listed = sorted(statuses)
-    return {status: {"model": model, "description": _REASONS[status]} for status in listed}
+    listed = sorted({*_ALWAYS, *statuses})
+    return {status: {"model": Error, "description": _REASONS[status]} for status in listed}
 
 
 def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:

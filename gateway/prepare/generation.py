@@ -444,13 +444,7 @@ def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) ->
         f"requested {in_all} tokens ({prompt} in the {param}, {num_output} in "
         f"the completion). Please reduce the length of the {param} or completion."
     )
-    return ContextExceeded(
-        message,
-        param,
-        num_prompt=prompt.num_tokens,
-        num_output=num_output,
-        limit=card.context_length,
-    )
+    return ContextExceeded(message, param, prompt.num_tokens, card.context_length)
 
 
 def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/score and
-/v1/classify: synchronous calls, answered whole, as a stream, or as a job. Cohere's and other
-clients have further paths of the same call for a rerank.
+"""POST /v1/chat/completions, /v1/completions, Anthropic's /v1/messages, /v1/embeddings, /v1/rerank,
+/v1/score and /v1/classify: synchronous calls, answered whole, as a stream, or as a job. Cohere's
+and other clients have further paths of the same call for a rerank.
 """
 
 import logging
@@ -18,6 +18,8 @@ from gateway.follow.answer_models import (
     ChatCompletion,
     Classes,
     Embeddings,
+    MessageObject,
+    MessageTokens,
     Ranking,
     Scores,
     TextCompletion,
@@ -29,19 +31,26 @@ from gateway.follow.streams import call_stream, whole_answer
 from gateway.follow.sync_call import START, AskedPosition, AskedTimeLimit, ServerTiming, SyncCall
 from gateway.http import sse
 from gateway.http.bodies import ClientGone, JsonBodies, unless_gone
-from gateway.http.errors import NO_RETRY, ApiError, UnknownJob, invalid_value, rate_headers
+from gateway.http.errors import (
+    NO_RETRY,
+    ApiError,
+    ContextExceeded,
+    UnknownJob,
+    invalid_value,
+    rate_headers,
+)
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference
-from gateway.prepare.calls import check_goes_on, prepare_call
+from gateway.prepare.calls import check_goes_on
 from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.messages import MessagesBody, prepare_message
+from gateway.prepare.messages import MessagesBody, PromptBody, prepare_any_call
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.redis.broker import Broker
 from gateway.routes.requests import GuardedRoute
 from gateway.runners.submission import check_first_calls
-from gateway.state import AcceptingGateway, Gateway
+from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 log = logging.getLogger("batchway.gateway")
 
@@ -165,24 +174,19 @@ async def answer_call(
         idempotency_key=call.key,
         body_hash=hashed,
     )
-
-    async def prepared() -> tuple[Job, Submission]:
-        if isinstance(body, MessagesBody):
-            return await prepare_message(call.gateway, body, job, submission)
-        return await prepare_call(call.gateway, body, job, submission)
-
     if limit.wants_job:
         check_goes_on(body)
+        prepared = await prepare_any_call(call.gateway, body, job, submission)
         headers = call.headers | ignored_header(body)
-        return await submit_job(call.gateway, *await prepared(), headers)
+        return await submit_job(call.gateway, *prepared, headers)
     _check_resumes(call, body)
-    await begin(call, caller, *await unless_gone(call.request.receive, prepared()))
+    work = prepare_any_call(call.gateway, body, job, submission)
+    await begin(call, caller, *await unless_gone(call.request.receive, work))
     call.headers |= ignored_header(body)
     with call.named_errors():
         message = None
         if isinstance(body, MessagesBody):
-            shows = body.shows_thinking
-            message = MessageEvents(call.job, max_tokens=body.max_tokens, shows_thinking=shows)
+            message = MessageEvents(call.job, body.max_tokens, body.shows_thinking)
         if not isinstance(body, _Streamed) or not body.stream:
             return await answer_whole(call, whole_answer(call, message))
         has_ids = bool(call.key) or body.on_disconnect == "continue"
@@ -267,6 +271,25 @@ async def create_chat_completion(call: AskedCall, caller: Inference, body: ChatB
 async def create_completion(call: AskedCall, caller: Inference, body: CompletionBody) -> Response:
     """Continues a prompt, whole or as a stream."""
     return await answer_call(call, caller, Endpoint.COMPLETIONS, body)
+
+
+@router.post("/v1/messages", response_model=MessageObject, responses={200: EVENTS, **answers(529)})
+async def create_message(call: AskedCall, caller: Inference, body: MessagesBody) -> Response:
+    """Answers a conversation in Anthropic's form, whole or as a stream; its job is a chat's."""
+    return await answer_call(call, caller, Endpoint.CHAT, body)
+
+
+@router.post("/v1/messages/count_tokens", responses=answers(529))
+async def count_tokens(caller: Inference, gateway: ThisGateway, body: PromptBody) -> MessageTokens:
+    """The tokens that the model would be given, without a call of it; where they are more than its
+    context, at least so many."""
+    submission = caller.call_submission(gateway.settings, may_become_job=False)
+    try:
+        job = caller.job(Endpoint.CHAT, body)
+        job, _ = await prepare_any_call(gateway, body, job, submission)
+    except ContextExceeded as exc:
+        return MessageTokens(input_tokens=exc.num_prompt)
+    return MessageTokens(input_tokens=job.num_prompt_tokens)
 
 
 @router.post("/v1/embeddings", response_model=Embeddings)

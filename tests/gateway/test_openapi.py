@@ -211,7 +211,7 @@ def generator() -> Any:
         turn = {"role": {"const": "user"}, "content": text}
         turn_schema = {"type": "object", "properties": turn, "required": [*turn]}
         fields["messages"] = {"type": "array", "minItems": 1, "maxItems": 3, "items": turn_schema}
-        for other in ("tools", "tool_choice", "thinking", "output_config", "output_format"):
+        for other in ("tools", "tool_choice", "thinking", "output_config"):
             del fields[other]  # see _ONLY_WITH_OTHERS
     schemas["MessagesBody"]["properties"]["max_tokens"]["maximum"] = 300
     schemas["PauseBody"]["required"] = ["tenant"]

@@ -103,14 +103,10 @@ class ChoiceText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""  # decoded, but possibly the start of a stop string
-        self.stopped_by = ""  # the stop string
-
-    @property
-    def is_stopped(self) -> bool:
-        return bool(self.stopped_by)
+        self.is_stopped, self.stop_string = False, ""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token releases. Sets `stopped_by` after a stop string."""
+        """Returns the text that this token releases. Sets `is_stopped` after a stop string."""
         assert not self.is_stopped
         self._num_tokens += 1
         if token_id in self._hidden_ids:
@@ -142,8 +138,8 @@ class ChoiceText:
         """Returns `text` up to its first stop string, or up to what may begin one."""
         starts = [(start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if starts:
-            start, self.stopped_by = min(starts)
-            self._held = ""
+            start, self.stop_string = min(starts)
+            self.is_stopped, self._held = True, ""
             return text[:start]
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - num_held
@@ -511,7 +507,7 @@ class HeldJob:
             tool_calls=tuple(choice.new.tool_calls),
             vector=choice.new_vector,
             num_reasoning=choice.num_reasoning - choice.num_reasoning_logged,
-            stop=choice.text.stopped_by,
+            stop=choice.text.stop_string,
         )
         choice.num_reasoning_logged = choice.num_reasoning
         choice.num_logged = len(choice.token_ids)
