@@ -9,6 +9,7 @@ what they are called and take, so that each agent's own serve.
 import json
 import re
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ def _answer(prompt: str) -> str:
 
 def _call(
     functions: list[dict[str, Any]],
-    kinds: dict[str, tuple[str, ...]],
+    kinds: Mapping[str, tuple[str, ...]],
     values: dict[str, str],
     command: str,
 ) -> str:

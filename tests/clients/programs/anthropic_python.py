@@ -27,7 +27,7 @@ from pydantic import BaseModel
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 FUNCTION = TOOL["function"]
 ADD = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
-SETTINGS = {"model": MODEL, "max_tokens": 200, "temperature": 0}
+SETTINGS = {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}}
 
 
 class Sum(BaseModel):
