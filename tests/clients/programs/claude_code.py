@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
+import urllib.request
 from pathlib import Path
 
 from exercises import KEY, MODEL, URL, main, works
@@ -55,6 +56,9 @@ def task():
 @works("the same, its worker killed in the middle of an answer")
 def killed():
     edits("(kill:12:claude)")
+    with urllib.request.urlopen(f"{URL}/v1/jobs?model={MODEL}") as answer:
+        jobs = json.load(answer)["data"]
+    assert max(job["attempt"] for job in jobs) > 1, "no worker was killed"
 
 
 main(VERSION["version"])
