@@ -118,18 +118,13 @@ class MessageEvents:
             events += self._more_of_call(call)
         self._num_thinking_tokens += delta.num_reasoning
         if delta.finish_reason is not None:
-            self._stop["stop_reason"] = self._stop_reason(delta)
-            if self._stop["stop_reason"] == "stop_sequence":
-                self._stop["stop_sequence"] = delta.stop
+            reason = _STOP_REASONS[delta.finish_reason]
+            if delta.finish_reason is FinishReason.STOP and delta.stop:
+                reason, self._stop["stop_sequence"] = "stop_sequence", delta.stop
+            elif delta.finish_reason is FinishReason.LENGTH and self._is_clipped:
+                reason = "model_context_window_exceeded"
+            self._stop["stop_reason"] = reason
         return events
-
-    def _stop_reason(self, delta: ChoiceDelta) -> str:
-        assert delta.finish_reason is not None
-        if delta.finish_reason is FinishReason.STOP and delta.stop:
-            return "stop_sequence"
-        if delta.finish_reason is FinishReason.LENGTH and self._is_clipped:
-            return "model_context_window_exceeded"
-        return _STOP_REASONS[delta.finish_reason]
 
     def _more_of_call(self, call: ToolCallDelta) -> list[Event]:
         id_ = "toolu_" + call_id(self._job, 0, call.index).removeprefix("call_")

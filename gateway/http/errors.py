@@ -134,8 +134,7 @@ class ApiError(BatchwayError, HTTPException):
         return {"type": "error", "error": error, "request_id": scope["state"].get("request_id")}
 
     def _details(self, types: Mapping[int, str], of_server: str) -> dict[str, str | None]:
-        kind = of_server if self.status >= 500 else "invalid_request_error"
-        kind = types.get(self.status, kind)
+        kind = types.get(self.status, of_server if self.status >= 500 else "invalid_request_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def response(self, scope: Scope, draw: Callable[[], float] = SYSTEM_RANDOM.random) -> Response:

@@ -20,6 +20,8 @@ from gateway.state import Gateway
 # Parameter -> values without effect.
 _UNSUPPORTED = {"container": (), "mcp_servers": ([],), "speed": ("standard",)}
 _OF_TOOLS = {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
+# With the same name and meaning in a chat.
+_SHARED = ["model", "service_tier", "on_disconnect", "max_tokens", "temperature", "top_p", "top_k"]
 _BUDGET = "thinking.budget_tokens"
 _NAMES = {"reasoning_effort": "thinking", "stop": "stop_sequences", BUDGET: _BUDGET}
 
@@ -63,7 +65,7 @@ class Part(StrictModel):
         return self
 
     def of_chat(self) -> dict[str, Any]:
-        if self.source is not None:
+        if self.type == "image" and self.source is not None:
             return {"type": "image_url", "image_url": self.source.of_chat()}
         return {"type": "text", "text": self.text}
 
@@ -187,11 +189,7 @@ class PromptBody(CallFields):
         """The same call as a chat. `folds_system`: system messages after the first become the
         user's, for templates that take none there. Raises ApiError."""
         config = self.output_config or OutputConfig()
-        fields: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("model", "service_tier", "on_disconnect", *_OF_OUTPUT)
-            if name in type(self).model_fields
-        }
+        fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
         fields["messages"] = self._chat_messages(folds_system)
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
@@ -246,16 +244,11 @@ def _add(shown: dict[str, Any], block: Block) -> None:
             shown.setdefault("content", []).append(block.of_chat())
 
 
-_OF_OUTPUT = ("max_tokens", "temperature", "top_p", "top_k")
-
-
 class MessagesBody(PromptBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, description="of the answer, its thinking included")
-    stop_sequences: list[str] | None = Field(
-        None, max_length=MAX_PARTS, description="as `stop` of a chat"
-    )
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_PARTS, description="as `stop`")
     stream: bool | None = Field(None, description="Anthropic's events; default: false")
     temperature: float | None = Field(None, ge=0, le=2, description="default: the model's, else 1")
     top_p: float | None = Field(None, gt=0, le=1, description="default: the model's, else 1")
@@ -312,7 +305,7 @@ def _renamed(error: ApiError) -> ApiError:
     elif name in ("tools", "tool_choice"):
         rest = rest.replace("function.parameters", "input_schema", 1).replace("function.", "", 1)
     error.param = ".".join(part for part in (_NAMES.get(name, name), rest) if part)
-    error.message = error.message.replace(given, error.param) if given else error.message
+    error.message = error.message.replace(given, error.param, 1) if given else error.message
     if isinstance(error, ContextExceeded) and error.num_prompt >= error.limit:
         error.message = f"prompt is too long: {error.num_prompt} tokens > {error.limit} maximum"
     return error

@@ -231,6 +231,17 @@ def test_turns_become_messages_of_a_chat(fields: Any, messages: list[tuple[str, 
     assert [(message.role, message.text) for message in chat.messages] == messages
 
 
+def test_images_stand_where_they_are_in_a_turn_and_in_results() -> None:
+    """As data URLs or files; the type of a block tells which of its fields count."""
+    file = {"type": "image", "source": {"type": "file", "file_id": "file-" + "0" * 32}}
+    stray = text("b") | {"source": PNG["source"]}
+    turns = [blocks("user", text("a"), PNG, stray), blocks("assistant", USE)]
+    [first, _, last] = chat_of(messages=[*turns, blocks("user", result([file]))])["messages"]
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert first["content"] == [text("a"), url, text("b")]
+    assert last["content"] == [{"type": "image_url", "image_url": {"file_id": "file-" + "0" * 32}}]
+
+
 def test_blocks_of_an_assistant_are_one_message() -> None:
     """Thinking is given back as reasoning; what is redacted is left out."""
     thinking = [{"type": "thinking", "thinking": each, "signature": "x"} for each in "ab"]
