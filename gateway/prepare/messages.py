@@ -33,7 +33,7 @@ class Source(StrictModel):
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
-    file_id: str | None = None
+    file_id: schemas.FileId | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -51,7 +51,7 @@ class Part(StrictModel):
 
     kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {"text": ("text",), "image": ("source",)}
 
-    type: str
+    type: str = Field(json_schema_extra={"enum": [*kinds]})
     text: str | None = None
     source: Source | None = None
 
@@ -89,6 +89,7 @@ class Block(Part):
         "tool_result": ("tool_use_id",),
     }
 
+    type: str = Field(json_schema_extra={"enum": [*kinds]})
     thinking: str | None = None
     id: CallId | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
