@@ -39,17 +39,19 @@ class _Calls(ABC, Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
         *,
         lane: str | None = None,
         deadline_s: float | None = None,
+        start_at: float | None = None,
         retention_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
         callback: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> JobT:
         """Queues a request to an endpoint, such as `/v1/chat/completions`, once even if the
-        connection breaks. Times are in seconds.
+        connection breaks. Times are in seconds, `start_at` is in Unix seconds.
         """
         terms = _given(
             lane=lane,
             deadline_s=deadline_s,
+            start_at=start_at,
             retention_s=retention_s,
             metadata=metadata,
             callback=callback,
@@ -97,10 +99,16 @@ class _Calls(ABC, Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
         return self._job(Call("POST", f"/v1/jobs/{job_id}/cancel"))
 
     def reprioritise(
-        self, job_id: str, *, lane: str | None = None, deadline_s: float | None = None
+        self,
+        job_id: str,
+        *,
+        lane: str | None = None,
+        deadline_s: float | None = None,
+        start_at: float | None = None,
     ) -> JobT:
-        """Moves a waiting or running job to another lane or deadline (seconds from now)."""
-        terms = _given(lane=lane, deadline_s=deadline_s)
+        """Moves a waiting or running job to another lane or deadline (seconds from now), one that
+        has not begun to another start (Unix seconds). Raises Conflict if it is too late."""
+        terms = _given(lane=lane, deadline_s=deadline_s, start_at=start_at)
         return self._job(Call("PATCH", f"/v1/jobs/{job_id}", terms))
 
     def delete(self, job_id: str) -> NothingT:

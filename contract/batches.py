@@ -109,6 +109,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str | None = None
     error_file_id: str | None = None
     created_ms: int = msgspec.field(name="created")
+    start_ms: int | None = msgspec.field(default=None, name="start")  # no line runs before
     expires_ms: int = msgspec.field(name="expires")  # the end of the window
     in_progress_ms: int | None = msgspec.field(default=None, name="in_progress_at")
     finalizing_ms: int | None = msgspec.field(default=None, name="finalizing_at")
@@ -154,11 +155,13 @@ class Batches(Partition):
         asked: NewBatch,
         *,
         window_s: float,
+        start_at_s: float = 0.0,
         callback: Callback | None = None,
         max_open: int = MAX_OPEN,
     ) -> None:
-        """Records a batch. `callback` is told of its end. `max_open`: of the tenant's batches; 0:
-        no limit. Raises BatchesFull."""
+        """Records a batch. `start_at_s`: Unix time before which no line runs, from which the window
+        counts. `callback` is told of its end. `max_open`: of the tenant's batches; 0: no limit.
+        Raises BatchesFull."""
         fields: list[str | bytes] = ["asked", encode(asked)]
         if callback is not None:
             fields += ["callback", encode(callback)]
@@ -166,7 +169,7 @@ class Batches(Partition):
         reply = await self._call(
             "batch_add",
             *(batch_id, asked.terms.tenant, int(window_s * 1000), int(KEEP_S * 1000), max_open),
-            *fields,
+            *(int(start_at_s * 1000), *fields),
         )
         if reply == [b"FULL"]:
             raise BatchesFull("as many batches of the tenant as may be have not ended")
@@ -204,11 +207,18 @@ class Batches(Partition):
         reply = await self._call("batch_cancel", batch_id, tenant)
         return None if reply == [b"NOT_FOUND"] else BatchStatus(reply[1].decode())
 
+    async def move(self, batch_id: str, tenant: str, start_at_s: float) -> bool | None:
+        """Has the batch start at another Unix time, the past for now, with a window of the same
+        length; False if it has started, None if the tenant has no such one."""
+        reply = await self._call("batch_move", batch_id, tenant, int(start_at_s * 1000))
+        return None if reply == [b"NOT_FOUND"] else reply == [b"OK"]
+
     async def take(
         self, token: str, *, lease_s: float, in_progress: bool, max_batches: int, max_more: int = 0
     ) -> list[str]:
         """Leases unfinished batches that no feeder holds: those in progress, or those in other
-        states. Tenants with the fewest leased batches come first. `max_more`: the number of batches
+        states. Tenants with the fewest leased batches come first, of a tenant the batches whose
+        window ends first. `max_more`: the number of batches
         beyond `max_batches`, only of tenants without a leased batch."""
         terms = int(lease_s * 1000), int(in_progress), max_batches, max_more
         reply = await self._call("batch_take", token, *terms)

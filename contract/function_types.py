@@ -24,6 +24,7 @@ class Verdict(StrEnum):
     OVER = "OVER"
     FENCED = "FENCED"
     GONE = "GONE"
+    RUNNING = "RUNNING"
 
 
 # A worker claims jobs, loads its lost engine again, claims no more jobs, or has exited.
@@ -48,8 +49,9 @@ class Submission(msgspec.Struct, frozen=True):
     """
 
     max_output_tokens: int = field(name="max_tokens")  # of all choices
-    deadline_s: float
+    deadline_s: float  # from now, or from the start
     retention_s: float = field(name="ttl_s")
+    start_at_s: float = field(default=0.0, name="start_s")  # Unix time; 0: at once
     max_attempts: int = 3
     lane_bound_tokens: int = field(default=0, name="lane_tokens")  # waiting in it; 0: no bound
     lane_bound_s: float = field(default=0.0, name="lane_wait_s")  # predicted wait; 0: no bound
@@ -87,7 +89,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
     job_id: str
     is_new: bool
-    position: QueuePosition = QueuePosition()
+    position: QueuePosition | None = QueuePosition()  # None: its start is to come
     rates: RateLimits = RateLimits()
 
 
@@ -187,11 +189,13 @@ class Blame(msgspec.Struct, frozen=True):
 
 
 class Swept(msgspec.Struct, frozen=True):
-    """Numbers of lapsed leases, expired, unattended and forgotten jobs of a sweep."""
+    """Numbers of lapsed leases, expired and unattended jobs, jobs whose start has come, and
+    forgotten jobs of a sweep."""
 
     num_lapsed: int
     num_expired: int
     num_unattended: int
+    num_begun: int
     num_forgotten: int
 
 
@@ -260,6 +264,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     metadata: Mapping[str, str]
     result: ObjectRef | None  # the object that holds the log before its end; None: Redis has it
+    start_ms: int | None = msgspec.field(default=None, name="start")  # it does not start before
     # At its submission; None where unknown or the job was moved.
     predicted_wait_ms: int | None = msgspec.field(default=None, name="predicted")
     position: QueuePosition | None = None  # of a queued job, where it is known
@@ -268,6 +273,13 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_terminal(self) -> bool:
         return self.status in TERMINAL_STATUSES
+
+    @property
+    def wait_ms(self) -> int | None:
+        """From its submission, or from its start, until a worker claimed it."""
+        if self.claimed_ms is None:
+            return None
+        return self.claimed_ms - max(self.created_ms, self.start_ms or 0)
 
     def ends_with(self, page: Sequence[LogEntry]) -> bool:
         """Whether a page of its log that was read with it is the last."""

@@ -129,7 +129,8 @@ class Functions(Partition):
         match reply:
             case [b"OK", job_id, place, rates]:
                 limits = decode_rates(submission.limits, rates)
-                return Submitted(job_id.decode(), True, decode_position(place), limits)
+                position = decode_position(place) if place else None
+                return Submitted(job_id.decode(), True, position, limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
@@ -297,11 +298,18 @@ class Functions(Partition):
         return sum([int(await self._call("attend", *page)) for page in pages])
 
     async def reprioritise(
-        self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
+        self,
+        job_id: str,
+        tenant: str,
+        *,
+        lane: str = "",
+        deadline_s: float | None = None,
+        start_at_s: float | None = None,
     ) -> Verdict | JobStatus | None:
-        """Moves a job to another lane or deadline; None where the tenant has no such job."""
-        deadline_ms = "" if deadline_s is None else int(deadline_s * 1000)
-        reply = await self._call("reprioritise", job_id, tenant, lane, deadline_ms)
+        """Gives a job another lane, deadline or start (Unix time); None where the tenant has no
+        such job. One that a worker had claimed gets no other start: RUNNING."""
+        times = ["" if s is None else int(s * 1000) for s in (deadline_s, start_at_s)]
+        reply = await self._call("reprioritise", job_id, tenant, lane, *times)
         return None if reply == [b"NOT_FOUND"] else _verdict(reply)[0]
 
     async def detach(
@@ -416,7 +424,7 @@ class Functions(Partition):
 
     async def sweep(self, max_jobs: int = 400) -> Swept:
         """Applies what has become due, to at most so many jobs."""
-        swept = [0, 0, 0, 0]
+        swept = [0, 0, 0, 0, 0]
         while room := min(_PAGE_CHANGES, max_jobs - sum(swept)):
             reply = await self._call("sweep", room, int(BOOT_GRACE_S * 1000))
             swept = [sum(pair) for pair in zip(swept, reply, strict=True)]

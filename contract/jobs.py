@@ -206,9 +206,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # The tenant's weight: tenants share a lane in proportion to their weights.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     resume: ResumeKind = "exact"  # of the model's engine when the job came
-    # The functions that a chat may call, each with the names of its parameters that are strings:
+    # The functions that a chat may call, each with the names of its parameters that may be strings:
     # the log has the calls apart from the text.
     tools: dict[str, tuple[str, ...]] = {}
+    # What else some of these parameters may be, by function and name: types, or values as JSON.
+    tool_alternatives: dict[str, dict[str, tuple[str, ...]]] = {}
     num_cut_tokens: int | None = None  # of its prompts; None: nothing was to be cut
     pooling: Pooling | None = None  # of a prefill-only job; then `params` has only defaults
     flow: FlowCall | None = None  # of a flow's job, which calls other models

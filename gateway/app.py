@@ -111,6 +111,7 @@ def create_app(
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
     app.state.calls_of_keys = ConcurrencyCap(settings.max_calls_per_key)
+    app.state.calls_of_tokens = ConcurrencyCap(settings.max_calls_per_token)
     # include_router would build each route again, at the first request, which takes 0.2 s.
     app.routes.extend(_ROUTES)
     if settings.console:

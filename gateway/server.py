@@ -27,6 +27,7 @@ def build_server(settings: GatewaySettings) -> StoppingServer:
     app = create_app(settings)
     config = ConnectionConfig(
         app,
+        first_s=settings.first_timeout_s,
         idle_s=settings.idle_timeout_s,
         head_s=settings.head_timeout_s,
         body_s=settings.body_timeout_s,

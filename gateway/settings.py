@@ -128,10 +128,12 @@ class GatewaySettings(BaseSettings):
 
     # What nobody has had to set.
     job_deadline_s: ClassVar[float] = 86_400.0  # of a job that sets none
+    first_timeout_s: ClassVar[float] = 30.0  # until the first byte of a new connection
     head_timeout_s: ClassVar[float] = 10.0  # for a request's headers
     body_timeout_s: ClassVar[float] = 10.0
     stall_timeout_s: ClassVar[float] = 30.0  # of a client that accepts no data (Linux)
     max_calls_per_key: ClassVar[int] = 1_024  # concurrent, to one process
+    max_calls_per_token: ClassVar[int] = 32  # of these, of one job's tokens
     max_buffer_bytes: ClassVar[int] = 256 * 1024  # of messages; beyond it the log is read
 
     redis_url: str = Field(
@@ -226,7 +228,7 @@ class GatewaySettings(BaseSettings):
     )
     feeds_batches: bool = _set(True, "whether this gateway runs batches")
     idle_timeout_s: PositiveFloat = _set(
-        30.0, "the time until a request's first byte; longer than a load balancer's"
+        75.0, "how long a connection is kept between requests; longer than a load balancer does"
     )
     max_connections_per_address: NonNegativeInt = _set(
         1_024,

@@ -26,13 +26,14 @@ Differences = dict[tuple[str, str], tuple[int | None, int | None]]  # held, by t
 _GAP_S = 1.0  # between the readings
 _FIELDS = (
     *("state", "tenant", "model", "lane", "stream", "entry", "owner", "cost", "prompt_tokens"),
-    *("tokens", "deadline", "created", "finished", "ttl_ms", "has_objects", "part"),
+    *("tokens", "deadline", "created", "start", "finished", "ttl_ms", "has_objects", "part"),
 )
-_SETS, _ZSETS = ("own", "alone"), ("deadlines", "kept", "leases", "jobs")
+_SETS, _ZSETS = ("own", "alone"), ("deadlines", "kept", "later", "leases", "jobs")
 _HASHES = {
     "counters": ["queued_jobs", "queued_tokens", "running_jobs", "running_tokens", "done_tokens"],
     "line": ["jobs", "tokens"],
     "tenant": ["reserved"],
+    "later_tokens": [],  # all fields
 }
 _PROGRESS = struct.Struct("<xddd")  # epoch, next, tokens: contract/lua/_running.lua
 
@@ -49,11 +50,16 @@ def expected(jobs: Mapping[str, Mapping[str, str]]) -> Contents:
             contents["kept"][entry] = int(job["finished"]) + int(job["ttl_ms"])
             continue
         contents["deadlines"][job_id] = int(job["deadline"])
+        is_call = job.get("part") in ("child", "nested")
+        contents[f"tenant:{tenant}"]["reserved"] += int(job.get("grown", 0)) if is_call else cost
+        if job["stream"] == f"q:{job['model']}:later":
+            contents["later"][f"{int(job['created']):015} {job_id}"] = int(job["start"])
+            for name in (tenant, ""):
+                contents[f"later_tokens:{lane}"][name] += cost
+            continue
         counters, kind = contents[f"counters:{lane}"], "running" if job["owner"] else "queued"
         counters[f"{kind}_jobs"] += 1
         counters[f"{kind}_tokens"] += cost
-        is_call = job.get("part") in ("child", "nested")
-        contents[f"tenant:{tenant}"]["reserved"] += int(job.get("grown", 0)) if is_call else cost
         if kind == "running":
             tokens = int(job["tokens"])
             counters["done_tokens"] += min(cost, int(job["prompt_tokens"]) + tokens) * (tokens > 0)
@@ -112,11 +118,12 @@ async def differences(client: Any, keys: Keys) -> Differences:
     stored = {raw_id.decode() for raw_id in notes}
     jobs = await _records(client, keys, sorted({*stored, *listed[0], *listed[1]}))
     wanted = expected(jobs)
-    names = {*wanted, "deadlines", "kept", "leases"}
+    names = {*wanted, "deadlines", "kept", "later", "leases"}
     for tenant in {note.decode().split()[-1] for note in notes.values()}:
         names |= {f"jobs:{tenant}", f"tenant:{tenant}"}
     for card in await Catalogue(client, keys).models():
-        names |= {f"counters:{card.name}:{lane}" for lane in card.lanes}
+        kinds = "counters", "later_tokens"
+        names |= {f"{kind}:{card.name}:{lane}" for kind in kinds for lane in card.lanes}
     held = {name: await _read(client, keys, name) for name in names}
     for job in jobs.values():
         if job["state"] not in TERMINAL_STATUSES:
@@ -164,7 +171,9 @@ async def _read(client: Any, keys: Keys, name: str) -> dict[str, int]:
     if kind in _ZSETS:
         rows = await client.zrange(key, 0, -1, withscores=True)
         return {raw.decode(): 0 if kind == "leases" else int(score) for raw, score in rows}
-    fields = _HASHES[kind]
+    fields = _HASHES[kind] or [raw.decode() for raw in await client.hkeys(key)]
+    if not fields:
+        return {}
     values = await client.hmget(key, fields)
     return {field: int(value or 0) for field, value in zip(fields, values, strict=True)}
 

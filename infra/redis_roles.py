@@ -36,9 +36,9 @@ _READ_COMMANDS = (
 
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
-    "ab ab_jobs active alone attended back corrections counters deadlines due idle job jobs kept "
-    "leases lengths line orphaned log out outbox own paused poison q quarantine run runid stored "
-    "tenant totals weights"
+    "ab ab_jobs active alone attended back corrections counters deadlines due early idle job jobs "
+    "kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
+    "quarantine run runid stored tenant totals weights"
 )
 _FLEET_KEYS = "offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
@@ -55,8 +55,8 @@ _GATEWAY_FUNCTIONS = (
 _OPERATION_KEYS = "operation operations operations_open"
 _OPERATION_FUNCTIONS = "operation_add operation_step operation_stop operation_take"
 _FILE_FUNCTIONS = (
-    "file_add file_begin file_drop file_read batch_add batch_cancel batch_save batch_take "
-    "objects_due"
+    "file_add file_begin file_drop file_read batch_add batch_cancel batch_move batch_save "
+    "batch_take objects_due"
 )
 
 
@@ -186,8 +186,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families with a single key; the others continue after a colon.
 _SINGLE = (
-    "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
+    "attended corrections deadlines deliveries kept later leases orphaned poison quarantine runid "
+    "outbox memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
     "operations_open file_bytes objects_due num_partitions partitions"
 )
 

@@ -1,5 +1,5 @@
 -- Decides whether to accept a job and predicts when it would start. Writes nothing.
--- requires shared, pauses, pools, promises
+-- requires shared, later, pauses, pools, promises
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed
@@ -246,11 +246,18 @@ function admission.evaluate(tag, job, terms, now, room)
   job.weight = fairness.readable_weight(terms.weight)
   memory.measure(job, terms, output, basis)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
-    {'jobs', 'tokens'})
+    {'jobs', 'tokens', 'latest'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)
-  local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
+  local share = queue.share_before(tag, tenant_stream(job), now + terms.deadline_ms, line.latest, line.jobs)
+  local ahead = admission.ahead(tag, job, pool, math.floor(line.jobs * share),
+    math.floor(line.tokens * share), 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
   if admission.is_below_share(pool, job, ahead, tenant.reserved + job.cost) then wait = 0 end
+  local is_later = (terms.start_ms or 0) > now
+  if is_later then  -- what waits now says nothing of that time
+    wait, ahead.jobs, ahead.tokens = 0, 0, 0
+    line.tokens, ahead.lane_tokens = later.tokens(tag, job)
+  end
   -- What the caller expects serves to tell the time: it may refuse this job alone.
   local told = terms.max_tokens == 0 or (terms.expected_tokens or 0) > 0
   local service = pools.service_ms(pool, told and math.min(terms.expected_tokens or 0, terms.max_tokens)
@@ -268,7 +275,7 @@ function admission.evaluate(tag, job, terms, now, room)
     return found
   end
   if not serves_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
-  if not ledger.is_call(job) and pauses.hold(ahead.paused, job.lane, job.tenant) then
+  if not ledger.is_call(job) and not is_later and pauses.hold(ahead.paused, job.lane, job.tenant) then
     found.refusal = {'lane_paused', '', PAUSED_RETRY_MS}
     return found
   end
@@ -298,5 +305,6 @@ function admission.evaluate(tag, job, terms, now, room)
   if wait ~= UNKNOWN and late_ms > 0 then
     return refused('deadline_infeasible', '', run > terms.deadline_ms and UNKNOWN or late_ms)
   end
+  if is_later then found.wait = UNKNOWN end
   return found
 end

@@ -42,13 +42,16 @@ local function count_in_tenant_queue(tag, job, sign)
     'left_jobs', 0, 'left_tokens', 0}
   if sign < 0 then gains[6], gains[8] = 1, job.cost end
   local jobs, tokens, left_jobs, left_tokens = unpack(add_to(key, gains))
+  local share = 1  -- of those in the queue, that go before the job
+  if sign > 0 then share = queue.arrive(tag, job, jobs - 1) else queue.leave(tag, job) end
   if jobs == 0 then
     redis.call('DEL', key)
     fairness.deactivate(tag, job.model, job.lane, job.tenant)
   elseif jobs == 1 and sign > 0 then
     fairness.activate(tag, job.model, job.lane, job.tenant)
   end
-  return jobs + left_jobs - sign, tokens + left_tokens - sign * job.cost
+  return math.floor((jobs - sign) * share) + left_jobs,
+    math.floor((tokens - sign * job.cost) * share) + left_tokens
 end
 
 -- Whether a flow's job called this one, and has reserved its tokens.
@@ -79,9 +82,10 @@ function ledger.count_running(tag, job, sign)
     'done_tokens', sign * ledger.done(job)})
 end
 
--- Adds a job to (1) or removes it from (-1) the queued counters. Returns, where the job waits in its
+-- Adds a job to (1) or removes it from (-1) the counters of those that wait. Returns, where the job waits in its
 -- tenant's queue, the jobs and tokens that will have left it before.
 function ledger.count_queued(tag, job, sign)
+  if job.stream == later.stream(job) then return later.count(tag, job, sign) end
   add_to(counters_key(tag, job), {'queued_jobs', sign, 'queued_tokens', sign * job.cost})
   if ledger.is_in_tenant_queue(job) then return count_in_tenant_queue(tag, job, sign) end
 end

@@ -19,6 +19,13 @@ function queue.last_delivered(key)
   return '0-0'
 end
 
+-- A field of the record of a stream's first job that no worker has; nil: there is none.
+function queue.first_waiting(tag, key, field)
+  if redis.call('EXISTS', key) == 0 then return nil end
+  local first = redis.call('XRANGE', key, '(' .. queue.last_delivered(key), '+', 'COUNT', 1)[1]
+  return first and redis.call('HGET', tag .. ':job:' .. first[2][2], field)
+end
+
 -- Iterates over at most so many entries of a stream behind an id. Reads the first one by itself, because
 -- it mostly fits, then a few, then more at a time.
 local function entries_behind(key, id, most)
@@ -48,14 +55,14 @@ end
 -- passed over MAX_PASSED times: no job may be claimed ahead of it.
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
 -- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
--- where it met any, the search goes on behind its window.
+-- where it met any, or only those that workers have, the search goes on behind its window.
 function queue.find_fit(tag, key, room, skipped, fair, paused)
   if redis.call('EXISTS', key) == 0 then return false end
   local most, num_skipped, is_front = fair and FAIR_WINDOW or WINDOW, 0, true
   local behind = paused and paused.behind[key]
   local last, is_first = behind or queue.last_delivered(key), not behind
   repeat
-    local num_read, num_paused = 0, 0
+    local num_read, num_paused, num_taken = 0, 0, 0
     for entry in entries_behind(key, last, most) do
       num_read, last = num_read + 1, entry[1]
       local _, id, _, cost_text, _, lane, _, tenant = unpack(entry[2])
@@ -75,16 +82,18 @@ function queue.find_fit(tag, key, room, skipped, fair, paused)
         return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
           is_first = is_first,
           tenant = fair and job[5]}
-      elseif job[1] == 'queued' and fair and room <= 0 then
+      elseif job[1] ~= 'queued' then
+        num_taken = num_taken + 1
+      elseif fair and room <= 0 then
         is_first = false
-      elseif job[1] == 'queued' then
+      else
         if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
         table.insert(skipped, id)
         num_skipped, is_first = num_skipped + 1, false
         if num_skipped == MAX_SKIPPED then return nil end
       end
     end
-  until num_paused == 0 or num_read < most
+  until num_paused == 0 and num_taken < most or num_read < most
   if num_skipped == 0 then return false end
 end
 
@@ -106,11 +115,92 @@ function queue.first_of_tenants(tag, model, lane, paused, find)
   until #tenants < MAX_TENANTS
 end
 
+-- A tenant's jobs of a lane go by the second of their deadline, then as they came. Its stream has them as
+-- they came; those that go before one that was there are also in the sorted set `early`.
+local function early_key(tag, stream)
+  return tag .. ':early:' .. stream
+end
+
+local function second(deadline)
+  return math.floor(deadline / 1000)
+end
+
+local function arrival(job)
+  local ms, number = string.match(job.entry, '^(%d+)-(%d+)$')
+  return string.format('%015d-%09d %s', ms, number, job.id)
+end
+
+-- The share of a stream's waiting jobs that go before one with this deadline: 1 where the first of them
+-- does, as only those that are early are in order. `latest`: second of the last deadline among them.
+function queue.share_before(tag, stream, deadline, latest, num_jobs)
+  if num_jobs == 0 or second(deadline) >= latest then return 1 end
+  local first = whole_number(queue.first_waiting(tag, tag .. ':' .. stream, 'deadline') or 0) or 0
+  if second(first) <= second(deadline) then return 1 end
+  return redis.call('ZCOUNT', early_key(tag, stream), '-inf', second(deadline)) / num_jobs
+end
+
+-- Notes a job that comes to its tenant's queue, which had so many. Returns the share that goes before it.
+function queue.arrive(tag, job, num_jobs)
+  local line = ledger.tenant_queue_key(tag, job)
+  local latest = whole_number(redis.call('HGET', line, 'latest') or 0) or 0
+  local share = queue.share_before(tag, job.stream, job.deadline, latest, num_jobs)
+  if second(job.deadline) >= latest then
+    redis.call('HSET', line, 'latest', second(job.deadline))
+  else
+    redis.call('ZADD', early_key(tag, job.stream), second(job.deadline), arrival(job))
+  end
+  return share
+end
+
+function queue.leave(tag, job)
+  redis.call('ZREM', early_key(tag, job.stream), arrival(job))
+end
+
+-- The first of a stream's jobs that are early and fit, as find_fit, with its deadline.
+local function find_early(tag, key, room, skipped)
+  local early = early_key(tag, string.sub(key, #tag + 2))
+  for i, member in ipairs(redis.call('ZRANGE', early, 0, MAX_SKIPPED - 1)) do
+    local id = string.match(member, '%S+$')
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices', 'cost',
+      'deadline')
+    local choices, cost = math.max(1, whole_number(job[4] or 1) or 1), whole_number(job[5])
+    if job[1] ~= 'queued' or not job[2] or not cost then
+      redis.call('ZREM', early, member)
+    elseif cost / choices <= room then
+      return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false,
+        deadline = whole_number(job[6]) or 0}
+    elseif tonumber(job[3] or 0) >= MAX_PASSED then
+      return nil, true
+    else
+      table.insert(skipped, id)
+      if i == MAX_SKIPPED then return nil end
+    end
+  end
+  return false
+end
+
+-- The first of a stream's jobs by deadline that fits, as find_fit.
+local function find_by_deadline(tag, key, room, skipped)
+  local passed = {}
+  local early, is_blocked = find_early(tag, key, room, skipped)
+  if early == nil then return nil, is_blocked end
+  local found, is_blocked = queue.find_fit(tag, key, room, early and passed or skipped)
+  if not early or is_blocked then return found, is_blocked end
+  local function goes_first(id)
+    local deadline = whole_number(redis.call('HGET', tag .. ':job:' .. id, 'deadline') or 0) or 0
+    return second(deadline) <= second(early.deadline)
+  end
+  for _, id in ipairs(passed) do
+    if goes_first(id) then table.insert(skipped, id) end
+  end
+  return found and goes_first(found.id) and found or early
+end
+
 -- A tenant's next job that fits, as find_fit. `searched`: see ab.searched.
 function queue.next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   local stream, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
   for _, stream_end in ipairs(searched) do
-    local found, is_blocked = queue.find_fit(tag, stream .. stream_end, room, skipped)
+    local found, is_blocked = find_by_deadline(tag, stream .. stream_end, room, skipped)
     if found or is_blocked then return found, is_blocked end
     if found == nil then nothing = nil end
   end

@@ -55,7 +55,7 @@ local OPEN = {queued = true, claimed = true, streaming = true}
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
   'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
-  'predicted', 'runs',
+  'predicted', 'runs', 'start',
 }
 
 -- Fields of a job's record that functions use: required texts, numbers, other texts.
@@ -63,7 +63,7 @@ local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes',
+  'callback_every', 'created', 'start', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes',
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
@@ -73,7 +73,7 @@ for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
 for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
 
 -- Filled by the files of these names: `_ab.lua`, …
-local ab, admission, fairness, filters, ledger = {}, {}, {}, {}, {}
+local ab, admission, fairness, filters, later, ledger = {}, {}, {}, {}, {}, {}
 local memory, operations, outbox, pauses, pools = {}, {}, {}, {}, {}
 local promises, queue, running, totals = {}, {}, {}, {}
 
@@ -198,8 +198,8 @@ local function tenant_stream(job)
   return 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant .. ab.stream_end(job.arm)
 end
 
--- Appends a job to a queue stream: its tenant's, `back:<model>:<lane>` or `q:<model>:suspect`; sets
--- also the fields `record`, {field, value, …}.
+-- Appends a job to a queue stream: its tenant's, `back:<model>:<lane>`, `q:<model>:suspect` or
+-- `q:<model>:later`; sets also the fields `record`, {field, value, …}.
 local function enqueue(tag, job, stream, record)
   job.stream = stream
   job.entry = add_entry(tag .. ':' .. stream, job)

@@ -26,8 +26,9 @@ local function observe(tag, job, metric, ms, field, value)
   totals.observe(tag, job.model, metric .. ':' .. job.lane, ms, field, value)
 end
 
+-- ms since the job was submitted, or since it could start.
 function totals.age(job, now)
-  return math.max(0, now - job.created)
+  return math.max(0, now - math.max(job.created, job.start))
 end
 
 -- Counts a claim.

@@ -1,5 +1,5 @@
 -- batch_take: leases unfinished batches that no feeder holds: of the tenant with the fewest that are
--- held first, then the oldest. Of many open ones it looks at MAX_LOOKS in a row, which the token draws.
+-- held first, then with the earliest end of their window; none in progress whose start is to come. Of many open ones it looks at MAX_LOOKS in a row, which the token draws.
 -- `batches_fed` tells for an hour that there is a feeder.
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states
@@ -9,13 +9,17 @@ local FED_MS = 3600000
 local MAX_LOOKS = 256
 
 local function in_turns(waiting, held)
-  for age, batch in ipairs(waiting) do
-    batch.age, batch.turn = age, held[batch.tenant] or 0
+  table.sort(waiting, function(a, b)
+    if a.expires ~= b.expires then return a.expires < b.expires end
+    return a.age < b.age
+  end)
+  for rank, batch in ipairs(waiting) do
+    batch.rank, batch.turn = rank, held[batch.tenant] or 0
     held[batch.tenant] = batch.turn + 1
   end
   table.sort(waiting, function(a, b)
     if a.turn ~= b.turn then return a.turn < b.turn end
-    return a.age < b.age
+    return a.rank < b.rank
   end)
 end
 
@@ -36,17 +40,19 @@ local function batch_take(keys, argv)
   local drawn = tonumber(string.sub(server().sha1hex(argv[1]), 1, 8), 16)
   if num_open > MAX_LOOKS then last = drawn % (num_open + MAX_LOOKS - 1) end
   for _, id in ipairs(redis.call('ZRANGE', tag .. ':batches_open', math.max(0, last - MAX_LOOKS + 1), last)) do
-    local status, tenant, token, lease = unpack(redis.call('HMGET', tag .. ':batch:' .. id, 'status', 'tenant',
-      'token', 'lease'))
+    local status, tenant, token, lease, start, expires = unpack(redis.call('HMGET',
+      tag .. ':batch:' .. id, 'status', 'tenant', 'token', 'lease', 'start', 'expires'))
+    local waits = status == 'in_progress' and (whole_number(start or 0) or 0) > now
     if not status then
       redis.call('ZREM', tag .. ':batches_open', id)
-    elseif (status == 'in_progress') == (argv[3] == '1') then
+    elseif (status == 'in_progress') == (argv[3] == '1') and not waits then
       if token == argv[1] then
         take(id)
       elseif (whole_number(lease) or 0) > now then
         held[tenant] = (held[tenant] or 0) + 1
       else
-        table.insert(waiting, {id = id, tenant = tenant})
+        table.insert(waiting, {id = id, tenant = tenant, age = #waiting,
+          expires = whole_number(expires or 0) or 0})
       end
     end
   end

@@ -11,10 +11,7 @@
 local MAX_LINES = 40  -- tenants whose queues are read, over all lanes
 
 local function first_created(tag, key)
-  if redis.call('EXISTS', key) == 0 then return nil end
-  local first = redis.call('XRANGE', key, '(' .. queue.last_delivered(key), '+', 'COUNT', 1)[1]
-  return first
-    and tonumber(redis.call('HGET', tag .. ':job:' .. first[2][2], 'created') or nil)
+  return tonumber(queue.first_waiting(tag, key, 'created') or nil)
 end
 
 local function oldest_wait(tag, model, lane, num_lanes, now)

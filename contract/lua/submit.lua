@@ -4,7 +4,8 @@
 --       prompt_tokens, max_tokens (output cap, all choices), choices,
 --       expected_tokens (what the caller expects of them; absent, 0: nothing),
 --       is_steered (the caller named what may end the output; absent: no),
---       deadline_ms (from now), ttl_ms (retention), max_attempts, version (of the wire),
+--       start_ms (Unix time of the Redis clock before which it does not start; absent, 0: none),
+--       deadline_ms (from now, or from start_ms), ttl_ms (retention), max_attempts, version (of the wire),
 --       attendance_ms (cancelled after this long without a caller; 0: never),
 --       idem_key ('': none), idem_ttl_ms, body_hash,
 --       lane_tokens, lane_wait_ms (bounds of the lane; 0: none),
@@ -26,6 +27,7 @@
 --       callback_every (output tokens between progress messages; 0: none)
 --       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
+--                                the place is {} until start_ms has come
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
 --       {'MEMORY_FULL'}          what Redis holds beside jobs leaves no memory for any; the rest is
@@ -50,7 +52,7 @@ local function known(tag, job, terms)
 end
 
 local function accept(tag, job, terms, argv, found, now)
-  local deadline = now + terms.deadline_ms
+  local deadline = math.max(now, job.start) + terms.deadline_ms
   job.deadline = deadline
   job.arm = ab.assign(tag, job.model, job.id, now)
   local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
@@ -64,6 +66,7 @@ local function accept(tag, job, terms, argv, found, now)
     'metered', terms.tokens_per_min, 'job', argv[5],
     'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed,
     'token_bytes', job.token_bytes}
+  if job.start > now then redis.call('HSET', job.key, 'start', job.start) end
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
@@ -86,7 +89,7 @@ local function accept(tag, job, terms, argv, found, now)
   ledger.reserve(tag, job)
   ledger.store(tag, job, terms.stored_bytes)
   admission.charge(tag, job, found.tenant, terms, now)
-  enqueue(tag, job, tenant_stream(job), record)
+  enqueue(tag, job, job.start > now and later.stream(job) or tenant_stream(job), record)
 end
 
 local function submit(keys, argv)
@@ -99,7 +102,7 @@ local function submit(keys, argv)
   end
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
-  job.part = terms.part
+  job.part, job.created, job.start = terms.part, now, terms.start_ms or 0
   job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
   local room = memory.room(tag, true)
   -- A flow that has been accepted must be able to end: its calls may use the reserve.
@@ -121,8 +124,8 @@ local function submit(keys, argv)
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end
   accept(tag, job, terms, argv, found, now)
   if idem then redis.call('SET', idem, job.id .. ' ' .. terms.body_hash, 'PX', terms.idem_ttl_ms) end
-  local ahead = found.ahead
-  return {'OK', job.id, {ahead.jobs, ahead.tokens, found.wait}, admission.rates(found.tenant, terms)}
+  local place = job.start > now and {} or {found.ahead.jobs, found.ahead.tokens, found.wait}
+  return {'OK', job.id, place, admission.rates(found.tenant, terms)}
 end
 -- Its own check of the memory leaves out what clients are sending, Redis's does not.
 register('submit', submit, 'allow-oom')

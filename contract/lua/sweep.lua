@@ -1,10 +1,10 @@
 -- sweep: applies what has become due; any process may call it.
 -- Requeues jobs with lapsed leases (the second time as suspects), expires jobs after their deadline,
--- cancels jobs without a caller, forgets jobs after their retention.
+-- cancels jobs without a caller, queues jobs whose start has come, forgets jobs after their retention.
 -- After a restart of Redis leases and attendance lapse only after a grace, as nobody could renew them before.
 -- KEYS  1 tag
 -- ARGV  1 jobs at most  2 grace after a restart (ms)
--- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}
+-- reply {leases lapsed, jobs expired, jobs unattended, jobs whose start has come, jobs forgotten}
 
 -- The time (ms) before which no lease and no attendance lapses.
 local function end_of_grace(tag, now, grace_ms)
@@ -80,7 +80,8 @@ local function sweep(keys, argv)
   local unattended = end_due(tag, ':attended', 'cancelled', now, is_grace and 0 or room)
   room = room - unattended
   local lapsed = requeue_lapsed(tag, now, is_grace and 0 or room)
-  return {lapsed, expired, unattended, forget_due(tag, now, room - lapsed)}
+  local begun = later.begin_due(tag, now, room - lapsed)
+  return {lapsed, expired, unattended, begun, forget_due(tag, now, room - lapsed - begun)}
 end
 
 register('sweep', sweep, 'allow-oom')

@@ -8,6 +8,7 @@ from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from contract.answers import usage
 from contract.function_types import JobMark, JobView, QueuePosition, Submitted
 from contract.jobs import Endpoint, Job, JobStatus, MarkKind, ResumeKind, public_status
 from contract.outbox import CallbackState
@@ -22,7 +23,6 @@ from gateway.follow.answer_models import (
     TextCompletion,
     Usage,
 )
-from gateway.follow.answers import usage
 from gateway.follow.members import TreeCall
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
@@ -45,6 +45,7 @@ class AcceptedJob(BaseModel):
     lane: str
     position: int | None = Field(description="jobs ahead; null where it does not wait")
     eta_s: float | None = Field(description="seconds until it starts; null where unknown")
+    start_at: UnixSeconds | None = Field(description="it does not start before; null: at once")
     waiting_for: Literal["worker"] | None = Field(
         description="what it waits for beside its turn: no worker of its model is ready"
     )
@@ -52,6 +53,19 @@ class AcceptedJob(BaseModel):
         description="seconds until that worker should be ready; null where none is announced"
     )
     events_url: str
+
+
+class JobToken(BaseModel):
+    """With it a browser reads, follows and cancels the job, and nothing else."""
+
+    object: Literal["job.token"] = "job.token"
+    job_id: str
+    value: str = Field(description="in place of an API key, or in the address: `?token=`")
+    expires_at: UnixSeconds
+
+
+class NewJob(AcceptedJob):
+    token: JobToken | None = Field(None, description="there if the body asks for it")
 
 
 class Timings(BaseModel):
@@ -200,16 +214,20 @@ def worker_wait_fields(wait: WorkerWait | None) -> dict[str, Any]:
 
 
 def submitted_object(
-    job: Job, submitted: Submitted, status: JobStatus, wait: WorkerWait | None
+    job: Job,
+    submitted: Submitted,
+    status: JobStatus,
+    wait: WorkerWait | None,
+    start_ms: float | None,
 ) -> AcceptedJob:
     """The response to a submission. If an earlier job was found, its position is not known."""
     position = submitted.position if submitted.is_new else None
-    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position, wait))
+    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position, wait, start_ms))
 
 
 def accepted_object(view: JobView, wait: WorkerWait | None) -> AcceptedJob:
     """The object of a call that has become a job."""
-    return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position, wait))
+    return AcceptedJob(**_shown_view(view, wait))
 
 
 def has_result(view: JobView) -> bool:
@@ -237,7 +255,7 @@ def job_object(
     if view.job.flow is not None and members:
         num_prompt, num_output = _sums(members)
     return JobObject(
-        **_shown(view.job.id, view.job, view.status, view.lane, view.position, wait),
+        **_shown_view(view, wait),
         tenant=view.job.tenant,
         attempt=view.attempt,
         runs=[
@@ -253,7 +271,7 @@ def job_object(
         usage=Usage(**usage(view.job, num_prompt, num_output)),
         timings=_timings(view),
         predicted_wait_s=_seconds(view.predicted_wait_ms),
-        wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
+        wait_s=_seconds(view.wait_ms),
         error=JobError(code=view.code, message=view.message) if view.code else None,
         resume=view.job.resume,
         parent=view.job.parent or None,
@@ -329,6 +347,11 @@ def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
     }
 
 
+def _shown_view(view: JobView, wait: WorkerWait | None) -> dict[str, Any]:
+    own = view.status, view.lane, view.position, wait, view.start_ms
+    return _shown(view.job.id, view.job, *own)
+
+
 def _shown(
     job_id: str,
     job: Job,
@@ -336,6 +359,7 @@ def _shown(
     lane: str,
     position: QueuePosition | None,
     wait: WorkerWait | None,
+    start_ms: float | None,
 ) -> dict[str, Any]:
     return {
         "id": job_id,
@@ -344,10 +368,11 @@ def _shown(
         "model": job.named_model,
         "lane": lane,
         **place(position),
+        "start_at": _seconds(start_ms),
         **worker_wait_fields(wait),
         "events_url": events_url(job_id),
     }
 
 
-def _seconds(ms: int | None) -> float | None:
+def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1000

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from contract.answers import response_logprobs
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import Job
 from contract.response_events import STATUSES, ResponseEvents, ResponseRecord, decode_record
-from gateway.follow.answers import response_logprobs
 from gateway.http.errors import ApiError, UnknownJob, not_found
 from gateway.state import Gateway
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from contract.answers import Answer, Chunks, response_logprobs
 from contract.errors import BatchwayError
 from contract.events import End, LogEntry, Members
 from contract.function_types import JobView
@@ -19,7 +20,6 @@ from contract.response_events import (
     response_id,
 )
 from contract.vector_answers import VectorAnswer
-from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place, worker_wait_fields
 from gateway.follow.message_events import MessageEvents
 from gateway.follow.stored_responses import ended_response, record_of_job, replay

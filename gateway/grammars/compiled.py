@@ -161,6 +161,9 @@ def compile_grammar(
     match kind:
         case Kind.TOOLS:
             output = _of_tools(lark, frame, value)
+            if (given := value.get("answer")) is not None:
+                answer = _answer(Kind(given["kind"]), given["value"], given["is_strict"])
+                answers = [{"name": "answer"} | answer]
         case Kind.TEXT:
             output = free_rules(lark, frame, value)
         case _:

@@ -32,14 +32,16 @@ _SHORT_BYTES = 64 * 1024  # a body whose rest is read, so that the connection ca
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings and these limits. `idle_s`: seconds until the first byte of a request;
-    `head_s`: then until the end of its head; `body_s`: then until the end of its body, of an upload
-    `upload_s`. `max_per_address`: connections at a time; 0: unlimited, also in their rate."""
+    """uvicorn's settings and these limits. `idle_s`: seconds until the first byte of a request, if
+    the connection has had one before, otherwise `first_s`, if that is less; `head_s`: then until
+    the end of its head; `body_s`: then until the end of its body, of an upload `upload_s`.
+    `max_per_address`: connections at a time; 0: unlimited, also in their rate."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        first_s: float,
         idle_s: float,
         head_s: float,
         body_s: float,
@@ -54,6 +56,7 @@ class ConnectionConfig(uvicorn.Config):
             timeout_keep_alive=math.ceil(idle_s),
             **options,
         )
+        self.first_s = min(first_s, idle_s)
         self.idle_s = idle_s
         self.head_s = head_s
         self.addresses = ConcurrencyCap(max_per_address)
@@ -99,7 +102,7 @@ class Connection(HttpProtocol):
                 return
         self._counted_as = network
         super().connection_made(cast(asyncio.Transport, _EndedSoftly(transport, self)))
-        self._close_after(self._bounds.idle_s)
+        self._close_after(self._bounds.first_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()

@@ -29,7 +29,11 @@ COMMENT = b": waiting\n"
 EMPTY_LINE = b"\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADER = (b"content-type", MEDIA_TYPE.encode())
-HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+HEADERS = {
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+    "referrer-policy": "no-referrer",  # the address may hold a token
+}
 
 # Some clients split lines here, although JSON allows these characters in strings.
 _LINE_ENDS = (

@@ -8,15 +8,15 @@ words, and what merges with them, are shorter than that distance.
 import asyncio
 import json
 import logging
-import os.path
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
+from contract.token_texts import TokenTexts
 from gateway.child import Refused
 from gateway.child_process import (
     ChildFailed,
@@ -27,16 +27,8 @@ from gateway.child_process import (
 from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.turns import Turns, turn
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import DecodeStream
-
 PIECE_CHARS = 65_536
 _EDGE_CHARS = 256  # at a cut, where the tokens may be others than in the whole
-
-# A token such as "▁world" decodes with its leading space only after other tokens.
-_NUM_CONTEXT_IDS = 6
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 log = logging.getLogger("batchway.gateway")
 
@@ -114,65 +106,6 @@ def _inner(found: Any, num_chars: int, cut_before: bool, cut_behind: bool) -> in
     first = _EDGE_CHARS if cut_before else 0
     last = num_chars - _EDGE_CHARS if cut_behind else num_chars
     return sum(first <= start and end <= last for start, end in found.offsets)
-
-
-class TextStream:
-    """Decodes a growing text, the one after `context_ids`, and tells where each token starts. Its
-    first character has the index `offset`. Decodes as workers do: incomplete characters wait,
-    special tokens have no text."""
-
-    def __init__(
-        self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
-    ) -> None:
-        self._tokenizer = tokenizer
-        context = context_ids[-_NUM_CONTEXT_IDS:]
-        self._stream = _stream_after(context)
-        # The context's text, if a character may be incomplete at its end: then the first piece
-        # repeats it.
-        text = tokenizer.decode(list(context), skip_special_tokens=True)
-        self._context = text if text.endswith(_INCOMPLETE) else ""
-        # Ids that do not form a whole character yet.
-        self._undecoded: list[int] = list(context) if self._context else []
-        self._offset = offset
-
-    def push(self, token_id: int) -> tuple[int, str]:
-        """Returns the token's offset, and the text that it completes."""
-        start = self._offset
-        self._undecoded.append(token_id)
-        try:
-            piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream = _stream_after(())
-            piece = self._decoded()
-        if piece is None:
-            return start, ""
-        self._undecoded.clear()
-        piece = self._after_context(piece)
-        self._offset += len(piece)
-        return start, piece
-
-    def end(self) -> str:
-        """Returns the rest: an incomplete character."""
-        text = self._after_context(self._decoded())
-        self._undecoded.clear()
-        self._offset += len(text)
-        return text
-
-    def _after_context(self, text: str) -> str:
-        """The first decoded text, without the context's."""
-        text = text[len(os.path.commonprefix([text, self._context])) :]
-        self._context = ""
-        return text
-
-    def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
-        return text
-
-
-def _stream_after(context_ids: Sequence[int]) -> "DecodeStream":
-    from tokenizers.decoders import DecodeStream  # imported here for a faster start: see tokens.py
-
-    return DecodeStream(ids=list(context_ids), skip_special_tokens=True)
 
 
 class TemplateProcess:
@@ -258,20 +191,16 @@ class TooLong(Exception):
         self.over = over
 
 
-class ModelTokenizer:
+class ModelTokenizer(TokenTexts):
     """One model's tokenizer. All but `template` may be used from several threads.
 
     Raises ValueError if `tokenizers` cannot read the files.
     """
 
     def __init__(self, model: str, files: TokenizerFiles) -> None:
-        # imported here for a faster start: most functions only read jobs
-        from tokenizers import Tokenizer
+        import tokenizers  # here, for a faster start: most functions only read jobs
 
-        try:
-            self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        except Exception as exc:  # tokenizers raises bare Exceptions
-            raise ValueError("unreadable tokenizer") from exc
+        super().__init__(files.tokenizer_json, tokenizers)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # None if the model has none.
@@ -280,9 +209,6 @@ class ModelTokenizer:
             self.template = TemplateProcess(
                 model, files.chat_template, files.special_tokens, tool_source=files.tool_template
             )
-        self._bytes_of_char = _byte_level(files.tokenizer_json)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
         # The files without the tokenizer and the templates, which are large.
         self.files = msgspec.structs.replace(
             files, tokenizer_json="", chat_template=None, tool_template=None
@@ -363,7 +289,7 @@ class ModelTokenizer:
     def count(self, text: str, most: int = 0, *, adds_special_tokens: bool = False) -> int:
         """The number of tokens of a text; approximate if a long text has more than `most`."""
         if self._least_tokens(text, most) > most:
-            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            num_special: int = self._tokenizer.num_special_tokens_to_add(False)
             return about_tokens(self._tokenizer, text) + num_special * adds_special_tokens
         return len(self._encode([text], adds_special_tokens)[0])
 
@@ -470,23 +396,6 @@ class ModelTokenizer:
             "added": _ranges(self._added),
         }
 
-    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
-        """Decodes ids token by token."""
-        return TextStream(self._tokenizer, context_ids, offset)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, also if they are part of a character."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._bytes_of_char:
-            return b"".join(self._bytes_of_char.get(char, char.encode()) for char in token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])  # byte fallback
-        return token.replace("\u2581", " ").encode()
-
     def _encode(self, given: Sequence[Given], adds_special_tokens: bool) -> Any:
         # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
         return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
@@ -515,27 +424,3 @@ def _ranges(token_ids: Iterable[int]) -> list[list[int]]:
         else:
             found.append([token_id, token_id])
     return found
-
-
-class _Decoder(msgspec.Struct):
-    type: str
-    decoders: "list[_Decoder]" = []
-
-
-class _Parts(msgspec.Struct):
-    """The part of tokenizer.json that is read here; megabytes of it are skipped."""
-
-    decoder: _Decoder | None = None
-
-
-def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
-    """For byte-level tokenizers, the bytes by the printable characters that stand for them
-    (GPT-2's); else {}."""
-    decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
-    parts = [] if decoder is None else [decoder, *decoder.decoders]
-    if all(part.type != "ByteLevel" for part in parts):
-        return {}
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    stand_ins = {chr(byte): bytes([byte]) for byte in printable}
-    return stand_ins | {chr(256 + rank): bytes([byte]) for rank, byte in enumerate(others)}

@@ -4,11 +4,11 @@ jobs."""
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
-from fastapi import Depends, Request, Security, params
+from fastapi import Depends, Query, Request, Security, params
 from fastapi.security import APIKeyHeader, HTTPBearer
 from fastapi.security import HTTPAuthorizationCredentials as Authorization
 
@@ -19,11 +19,12 @@ from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import new_job_id
 from gateway.http.errors import (
     ApiError,
+    UnknownJob,
     invalid_value,
 )
 from gateway.prepare.revocation import watch_key
 from gateway.prepare.unsupported import CallFields
-from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, name_of
+from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, job_of, name_of
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import ConcurrencyCap, Owner, take_turns
@@ -41,10 +42,11 @@ _NO_PARAMS = SamplingParams(max_tokens=0, seed=0)  # of a job without a prompt
 
 class Caller(msgspec.Struct, frozen=True):
     """An authenticated caller and its key's terms. `key_name` identifies the key without revealing
-    it."""
+    it. `job_id`: the only job that it may know, of a caller with a token."""
 
     terms: KeyTerms
     key_name: str
+    job_id: str = ""
     is_counted: bool = False  # this call, against its tenant's limit of requests
 
     @property
@@ -169,10 +171,14 @@ async def identify(request: Request, key: str) -> Caller:
     given = key or _session_of(request)
     if given and (terms := await ring.terms_of(given)) is not None:
         watch_key(request, given)
-        return Caller(terms, name_of(given))
-    if not await ring.wants_key():
+        return Caller(terms, name_of(given), job_of(given))
+    if not await ring.wants_key() and not job_of(given):
         return Caller(EVERYTHING, key_name="")
-    raise ApiError(
+    raise invalid_key()
+
+
+def invalid_key() -> ApiError:
+    return ApiError(
         401,
         "invalid_api_key",
         "this gateway wants `Authorization: Bearer`, or `x-api-key`, with an API key of its own",
@@ -194,10 +200,11 @@ def _session_of(request: Request) -> str:
 
 class Right(msgspec.Struct, frozen=True):
     """What a route asks of its caller. `is_counted`: the call submits work, so it counts against
-    the limit of requests."""
+    the limit of requests. `takes_token`: that of the job in the path will do."""
 
     scopes: tuple[str, ...]
     is_counted: bool
+    takes_token: bool
 
 
 def right_of(endpoint: Callable[..., Any]) -> Right | None:
@@ -205,8 +212,9 @@ def right_of(endpoint: Callable[..., Any]) -> Right | None:
     its dependencies; None if it takes no caller."""
     for hint in get_type_hints(endpoint, include_extras=True).values():
         for each in getattr(hint, "__metadata__", ()):
-            if isinstance(each, params.Security) and each.dependency in (caller_of, submitter_of):
-                return Right(tuple(each.scopes or ()), each.dependency is submitter_of)
+            if isinstance(each, params.Security) and each.dependency in _CALLERS:
+                scopes, asks = tuple(each.scopes or ()), each.dependency
+                return Right(scopes, asks is submitter_of, asks is follower_of)
             if isinstance(each, params.Depends) and each.dependency is not None:
                 found = right_of(each.dependency)
                 if found is not None:
@@ -217,17 +225,20 @@ def right_of(endpoint: Callable[..., Any]) -> Right | None:
 @contextlib.asynccontextmanager
 async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
     """Holds one of the caller's calls. Raises ApiError: 401, 403 if the key lacks a scope, 429 if
-    it has too many calls in progress; JobRefused if its requests of this minute are spent, and
-    BrokerUnavailable."""
-    caller = await identify(request, await key_of(await _BEARER(request), await _HEADER(request)))
+    it has too many calls in progress; UnknownJob if its token is for another job, JobRefused if its
+    requests of this minute are spent, and BrokerUnavailable."""
+    key = await key_of(await _BEARER(request), await _HEADER(request))
+    if not key and right.takes_token and job_of(given := request.query_params.get("token", "")):
+        key = given
+    caller = await identify(request, key)
+    if caller.job_id:
+        _check_token(request, caller, right)
     for scope in right.scopes:
         caller.check_scope(Scope(scope))
-    calls: ConcurrencyCap = request.app.state.calls_of_keys
-    if not calls.enter(caller.key_name):
-        message = f"this key has {calls.cap} calls under way, and may have no more at a time"
-        headers = {"x-dropped-reason": "tenant_quota"}
-        raise ApiError(429, "too_many_calls", message, headers=headers, retry_after_s=1)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_counted(request.app.state.calls_of_keys, caller.key_name, "key"))
+        if caller.job_id:
+            stack.enter_context(_counted(request.app.state.calls_of_tokens, caller.job_id, "job"))
         gateway: Gateway = request.app.state.gateway
         if right.is_counted and caller.terms.requests_per_minute:
             await gateway.broker.enter(caller.tenant, caller.limits)
@@ -236,8 +247,28 @@ async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
         owner = Owner(caller.terms.tenant, caller.terms.weight)
         take_turns(gateway.turns, owner, gateway.settings.sync_deadline_s)
         yield
+
+
+def _check_token(request: Request, caller: Caller, right: Right) -> None:
+    """Raises ApiError (403) and UnknownJob, whether the other job exists or not."""
+    if not right.takes_token:
+        message = "a job's token only reads, follows and cancels that job"
+        raise ApiError(403, "missing_scope", message)
+    if request.path_params["job_id"] != caller.job_id:
+        raise UnknownJob
+
+
+@contextlib.contextmanager
+def _counted(calls: ConcurrencyCap, name: str, whose: str) -> Iterator[None]:
+    """Counts a call while it goes on. Raises ApiError (429)."""
+    if not calls.enter(name):
+        message = f"this {whose} has {calls.cap} calls under way, and may have no more at a time"
+        headers = {"x-dropped-reason": "tenant_quota"}
+        raise ApiError(429, "too_many_calls", message, headers=headers, retry_after_s=1)
+    try:
+        yield
     finally:
-        calls.leave(caller.key_name)
+        calls.leave(name)
 
 
 async def caller_of(request: Request, _key: Key) -> Caller:
@@ -251,12 +282,27 @@ async def submitter_of(request: Request, _key: Key) -> Caller:
     return await caller_of(request, _key)
 
 
+async def follower_of(
+    request: Request,
+    _key: Key,
+    _token: Annotated[
+        str, Query(alias="token", description="the job's token, where no header can hold it")
+    ] = "",
+) -> Caller:
+    """The caller of a call for which the token of the job in the path will do."""
+    return await caller_of(request, _key)
+
+
+_CALLERS = (caller_of, submitter_of, follower_of)
+
 # Dependencies of endpoints, as types of their arguments.
 AnyCaller = Annotated[Caller, Security(caller_of)]
 Inference = Annotated[Caller, Security(submitter_of, scopes=[Scope.INFERENCE])]
 JobsSubmitter = Annotated[Caller, Security(submitter_of, scopes=[Scope.JOBS_WRITE])]
 JobsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.JOBS_READ])]
 JobsWriter = Annotated[Caller, Security(caller_of, scopes=[Scope.JOBS_WRITE])]
+JobFollower = Annotated[Caller, Security(follower_of, scopes=[Scope.JOBS_READ])]
+JobCanceller = Annotated[Caller, Security(follower_of, scopes=[Scope.JOBS_WRITE])]
 Admin = Annotated[Caller, Security(caller_of, scopes=[Scope.ADMIN])]
 MetricsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.METRICS])]
 

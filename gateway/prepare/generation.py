@@ -177,7 +177,9 @@ async def prepare_generation(
     caps = _output_caps(gateway.settings, card, body, lengths)
     params = sampling_params(card, body, caps, job.id)
     if isinstance(body, ChatBody):
-        if functions:  # then no other constraint is given
+        if functions:
+            if constraint is not None:  # its faults, by its own name
+                await gateway.grammars.compile(constraint)
             constraint = _tool_constraint(tokenizer, card, body, functions)
         reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
         budget = None if reasoning is None else reasoning["budget"]
@@ -189,9 +191,11 @@ async def prepare_generation(
             marks = {**tokenizer.marks, "ends": sorted(card.eos_token_ids)}
             constraint = constraint.within({"marks": marks, "reasoning": reasoning})
     if constraint is not None:
-        _check_constrained(body, constraint.param)
+        _check_constrained(body, (body.constraint or constraint).param)
         grammar = await gateway.grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
+    # Models that write arguments without quotes do not show which are strings.
+    strings = {f.name: string_parameters(f.parameters or {}) for f in functions}
     job = with_prompts(
         job,
         card,
@@ -204,8 +208,12 @@ async def prepare_generation(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         num_cut_tokens=num_cut,
-        # Models that write arguments without quotes do not show which are strings.
-        tools={f.name: string_parameters(f.parameters or {}) for f in functions},
+        tools={name: tuple(found) for name, found in strings.items()},
+        tool_alternatives={
+            name: others
+            for name, found in strings.items()
+            if (others := {each: kinds for each, kinds in found.items() if kinds})
+        },
     )
     max_output_tokens = params.n * sum(caps)
     return job, msgspec.structs.replace(submission, max_output_tokens=max_output_tokens)
@@ -280,7 +288,7 @@ def _tool_constraint(
     if format_ is not None and can:
         return body.tool_constraint(format_)
     is_strict = any(function.strict for function in functions)
-    if body.forces_calls or is_strict:
+    if body.forces_calls or is_strict or body.constraint is not None:
         param = "tool_choice" if body.forces_calls else "tools"
         reason = "are in a format that no grammar forces" if can else "cannot be constrained"
         raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)

@@ -1,6 +1,7 @@
 """Bodies of POST /v1/jobs, POST /v1/quote and PATCH /v1/jobs/{id}, which contain calls, and their
 callbacks."""
 
+import time
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,8 +17,10 @@ from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBo
 from gateway.settings import GatewaySettings
 
 MAX_DEADLINE_S = 7 * 86_400
+MAX_START_S = 30 * 86_400  # ahead
 _Lane = Annotated[str | None, Field(min_length=1, max_length=64)]
 _Deadline = Annotated[float | None, Field(ge=1, le=MAX_DEADLINE_S)]
+StartAt = Annotated[float | None, Field(ge=0, le=10**11)]
 _Target = Annotated[str | None, Field(min_length=1, max_length=512)]
 _PATH = Field(description="path of the call")
 _BODY = Field(description="body of the call, without `store: false`")
@@ -40,7 +43,7 @@ class CallbackBody(OwnModel):
         None, description="`whsec_` and base64 of 24 to 64 bytes; default: the installation's"
     )
     payload: Literal["thin", "full"] | None = Field(
-        None, description="`full`: also text of up to 250 kB; default: `thin`"
+        None, description="`full`: also a result of up to 250 kB; default: `thin`"
     )
     events: list[Literal["job.started", "job.progress"]] | None = Field(
         None, max_length=2, description="sent beside the end; default: none"
@@ -50,16 +53,28 @@ class CallbackBody(OwnModel):
     )
 
 
+class TokenBody(OwnModel):
+    """POST /v1/jobs/{id}/token."""
+
+    lifetime_s: Annotated[int, Field(ge=1, le=3_600, description="for which it is valid")] = 600
+
+
 class JobBody(OwnModel):
     """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
 
     lane: _Lane = Field(None, description="a served one; default: by the body's `service_tier`")
-    deadline_s: _Deadline = Field(None, description="seconds from now; default: a day")
+    deadline_s: _Deadline = Field(
+        None, description="seconds from now, or from `start_at`; default: a day"
+    )
+    start_at: StartAt = Field(
+        None, description="Unix seconds before which it does not start; at most 30 days ahead"
+    )
     retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = Field(
         None, description="seconds kept after the end; default: the key's, else a day"
     )
     metadata: Metadata | None = Field(None, description="names of up to 64 characters")
     callback: CallbackBody | None = Field(None, description="where to report the job's end")
+    token: TokenBody | None = Field(None, description="asks for a token of the job; `{}` will do")
 
 
 class ChatJob(JobBody):
@@ -101,13 +116,24 @@ class JobChange(OwnModel):
     """PATCH /v1/jobs/{id}."""
 
     lane: _Lane = Field(None, description="the new lane")
-    deadline_s: _Deadline = Field(None, description="seconds from now")
+    deadline_s: _Deadline = Field(None, description="seconds from now, or from its start")
+    start_at: StartAt = Field(
+        None, description="Unix seconds, the past for now; its deadline moves along"
+    )
 
     @model_validator(mode="after")
     def _changes(self) -> Self:
-        if self.lane is None and self.deadline_s is None:
-            raise refusal("give a lane, a deadline_s or both", "lane", MISSING)
+        if (self.lane, self.deadline_s, self.start_at) == (None, None, None):
+            raise refusal("give a lane, a deadline_s or a start_at", "lane", MISSING)
         return self
+
+
+def check_start(start_at: float | None) -> float:
+    """The time, 0 for none. Raises ApiError where it is too far ahead."""
+    if start_at is not None and start_at > time.time() + MAX_START_S:
+        days = MAX_START_S // 86_400
+        raise invalid_value("start_at", f"start_at may be at most {days} days ahead")
+    return start_at or 0.0
 
 
 CallBody = ChatBody | CompletionBody | EmbeddingsBody | RerankBody | ScoreBody | ClassifyBody

@@ -1,4 +1,5 @@
-"""Ends open calls whose API key is revoked or expires. Knows neither routes nor jobs.
+"""Ends open calls whose API key, or what stands for it, is no longer valid. Knows neither routes
+nor jobs.
 
 For the app it is as if the caller had disconnected, so a job is cancelled or goes on by the same
 rules. The caller gets the error of an invalid key.
@@ -79,7 +80,7 @@ class _Call:
         if key is None or self._is_complete or (self._has_begun and not self._is_stream):
             return False
         try:
-            return await self._key_ring.terms_of(key) is None
+            return await self._key_ring.terms_of(key, is_streaming=self._has_begun) is None
         except BatchwayError:  # nobody knows: calls that come now are refused
             return False
 
@@ -95,7 +96,7 @@ class _Call:
 
     async def tell(self) -> None:
         """Ends the answer."""
-        error = ApiError(401, "invalid_api_key", "the API key was revoked or has expired")
+        error = ApiError(401, "invalid_api_key", "the API key or token was revoked or has expired")
         if not self._has_begun:
             await error.response(self._scope)(self._scope, self._receive, self._send)
         elif not self._is_complete:

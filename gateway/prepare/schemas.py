@@ -263,9 +263,6 @@ class WithTools(Templated, Constrained):
                 raise refusal("names no function of tools", f"tool_choice.{path}function.name")
         if self.tool_choice == "required" and not names:
             raise refusal("needs tools", "tool_choice")
-        if self.offered and self.constraint is not None:
-            given = [n for n in Constrained.model_fields if getattr(self, n) is not None]
-            raise refusal("cannot be combined with tools that may be called", given[0])
         return self
 
     @property
@@ -296,8 +293,10 @@ class WithTools(Templated, Constrained):
         return []
 
     def tool_constraint(self, format_: ToolFormat) -> Constraint | None:
-        """The grammar of the calls, if the output must be a call or a function is strict."""
+        """The grammar of the calls, if the output must be a call or a function is strict; and of
+        the answer beside them, if that is constrained."""
         choice = self.tool_choice
+        answer = None if self.forces_calls else self.constraint
         named = choice.function.name if isinstance(choice, NamedTool) else None
         offered = {tool.function.name for tool in self.offered}
         functions = [
@@ -305,13 +304,15 @@ class WithTools(Templated, Constrained):
             for number, each in enumerate(tool.function for tool in self.tools or ())
             if each.name in offered and named in (None, each.name)
         ]
-        if not (self.forces_calls or any(is_strict for *_, is_strict in functions)):
+        is_any_strict = any(is_strict for *_, is_strict in functions)
+        if not (self.forces_calls or is_any_strict or answer is not None):
             return None
         calls = {
             "format": msgspec.structs.asdict(format_),
             "is_bare": format_.is_bare,
             "functions": functions,
             "is_forced": self.forces_calls,
+            "answer": None if answer is None else answer.request,
             "may_repeat": self.parallel_tool_calls is not False and named is None,
         }
         return Constraint("tools", "tools", calls)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -37,6 +37,7 @@ from contract.function_types import (
     Submission,
     Submitted,
     TenantLimits,
+    Verdict,
     Wanted,
     Watched,
 )
@@ -380,16 +381,19 @@ class Broker:
         await self._on_job(job_id, lambda shard: shard.functions.detach(job_id, tenant, **terms))
 
     async def reprioritise(
-        self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
-    ) -> JobStatus | None:
-        """Changes a job's lane or deadline. The status if it has ended. Raises UnknownJob."""
-        status = await self._on_job(
-            job_id,
-            lambda shard: shard.functions.reprioritise(
-                job_id, tenant, lane=lane, deadline_s=deadline_s
-            ),
+        self,
+        job_id: str,
+        tenant: str,
+        *,
+        lane: str = "",
+        deadline_s: float | None = None,
+        start_at_s: float | None = None,
+    ) -> Verdict | JobStatus:
+        """As Functions.reprioritise. Raises UnknownJob."""
+        terms: Any = {"lane": lane, "deadline_s": deadline_s, "start_at_s": start_at_s}
+        return await self._on_job(
+            job_id, lambda shard: shard.functions.reprioritise(job_id, tenant, **terms)
         )
-        return status if isinstance(status, JobStatus) else None
 
     async def events(
         self,

@@ -1,4 +1,4 @@
-"""POST and GET /v1/batches; GET /v1/batches/{id}; POST /v1/batches/{id}/cancel."""
+"""POST and GET /v1/batches; GET and PATCH /v1/batches/{id}; POST /v1/batches/{id}/cancel."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from gateway.follow.answer_models import EndpointPath, OutputDetails, Page
 from gateway.http.errors import NO_RETRY, ApiError, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import JobsReader, JobsSubmitter, JobsWriter
-from gateway.prepare.job_bodies import CallbackBody, to_callback
+from gateway.prepare.job_bodies import CallbackBody, StartAt, check_start, to_callback
 from gateway.prepare.unsupported import Metadata, OwnModel
 from gateway.routes.files import ExpiresAfter, known_file
 from gateway.routes.requests import GuardedRoute
@@ -23,7 +23,8 @@ from gateway.state import AcceptingGateway, ThisGateway
 router = APIRouter(route_class=GuardedRoute, tags=["batches"], responses=answers(401, 403, 429))
 
 _BATCH_ID = re.compile(r"batch_([0-9]{1,4}-)?[0-9a-f]{32}")
-_WINDOW_S = 86_400.0
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_MAX_WINDOW_S = 30 * 86_400
 
 
 class BatchBody(OwnModel):
@@ -31,10 +32,24 @@ class BatchBody(OwnModel):
 
     input_file_id: str = Field(max_length=64, description="a file with the purpose `batch`")
     endpoint: EndpointPath = Field(description="that of all lines")
-    completion_window: Literal["24h"] = Field(description="then what has not ended is expired")
+    completion_window: str = Field(
+        pattern=r"^[1-9][0-9]{0,6}[smhd]$",
+        description="`24h`, `90m`, `7d` …, up to 30 days; then what has not ended is expired",
+    )
+    start_at: StartAt = Field(
+        None,
+        description="of batchway: Unix seconds before which no line runs, from which the window "
+        "counts; at most 30 days ahead",
+    )
     metadata: Metadata | None = Field(None, description="names of up to 64 characters")
     output_expires_after: ExpiresAfter | None = Field(None, description="lifetime of the results")
     callback: CallbackBody | None = Field(None, description="of batchway: told of the batch's end")
+
+
+class BatchChange(OwnModel):
+    """PATCH /v1/batches/{id}."""
+
+    start_at: float = Field(ge=0, le=10**11, description="Unix seconds, the past for now")
 
 
 class BatchError(BaseModel):
@@ -70,7 +85,7 @@ class BatchUsage(BaseModel):
 
 
 class BatchObject(BaseModel):
-    """OpenAI's batch object."""
+    """OpenAI's batch object, with `start_at`."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -83,6 +98,7 @@ class BatchObject(BaseModel):
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
+    start_at: int | None
     in_progress_at: int | None
     expires_at: int
     finalizing_at: int | None
@@ -114,6 +130,7 @@ def batch_object(batch: Batch) -> BatchObject:
         output_file_id=batch.output_file_id,
         error_file_id=batch.error_file_id,
         created_at=batch.created_ms // 1000,
+        start_at=_seconds(batch.start_ms),
         in_progress_at=_seconds(batch.in_progress_ms),
         expires_at=batch.expires_ms // 1000,
         finalizing_at=_seconds(batch.finalizing_ms),
@@ -145,6 +162,7 @@ async def create_batch(
     caller: JobsSubmitter, gateway: AcceptingGateway, body: BatchBody
 ) -> BatchObject:
     """Queues the requests of a file, each as a job in the lane `batch`."""
+    window_s, start_at_s = _window_s(body.completion_window), check_start(body.start_at)
     store_of(gateway)
     await _check_fed(gateway)
     caller.check_lane("batch")
@@ -153,6 +171,8 @@ async def create_batch(
     if file.purpose != "batch":
         message = f"input_file_id: the file's purpose is {file.purpose!r}, not 'batch'"
         raise invalid_value("input_file_id", message)
+    if start_at_s * 1000 >= file.expires_ms:
+        raise invalid_value("start_at", "start_at: the file expires before")
     callback = to_callback(body.callback, caller.tenant, gateway.settings)
     if callback is not None and (
         callback.is_full or callback.notifies_start or callback.progress_tokens
@@ -170,13 +190,26 @@ async def create_batch(
     )
     shard = await gateway.broker.shards.home(caller.tenant)
     batch_id = new_batch_id(shard.number)
-    terms: dict[str, Any] = {"window_s": _WINDOW_S, "callback": callback}
+    terms: dict[str, Any] = {
+        "window_s": window_s,
+        "start_at_s": start_at_s,
+        "callback": callback,
+    }
     try:
         await shard.ask("batch", shard.batches.add, batch_id, asked, **terms)
     except BatchesFull:
         message = f"{MAX_OPEN} batches of this tenant have not ended, and no more may be open"
         raise tenant_quota(message) from None
     return await _shown(gateway, caller.tenant, batch_id)
+
+
+def _window_s(window: str) -> int:
+    """Raises ApiError."""
+    seconds = int(window[:-1]) * _UNITS_S[window[-1]]
+    if seconds > _MAX_WINDOW_S:
+        days = _MAX_WINDOW_S // 86_400
+        raise invalid_value("completion_window", f"completion_window may be at most {days} days")
+    return seconds
 
 
 async def _check_fed(gateway: ThisGateway) -> None:
@@ -211,6 +244,20 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}", responses=answers(404))
 async def get_batch(caller: JobsReader, gateway: ThisGateway, batch_id: str) -> BatchObject:
     """A batch's state, counts and files."""
+    return await _shown(gateway, caller.tenant, batch_id)
+
+
+@router.patch("/v1/batches/{batch_id}", responses=answers(404, 409, 415))
+async def move_batch(
+    caller: JobsWriter, gateway: ThisGateway, batch_id: str, change: BatchChange
+) -> BatchObject:
+    """Has a batch start earlier or later, with a window of the same length; 409 if it runs."""
+    await _shown(gateway, caller.tenant, batch_id)
+    shard, start_at_s = await gateway.broker.shards.of(batch_id), check_start(change.start_at)
+    moved = await shard.ask("batch", shard.batches.move, batch_id, caller.tenant, start_at_s)
+    if moved is False:
+        message = "start_at: the batch has started, or ended"
+        raise ApiError(409, "already_started", message, param="start_at", headers=NO_RETRY)
     return await _shown(gateway, caller.tenant, batch_id)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
+from contract.answers import Chunks
 from contract.api_keys import Scope
 from contract.function_types import JobView, Submission
 from contract.jobs import Endpoint, Job, JobStatus
@@ -24,7 +25,6 @@ from gateway.follow.answer_models import (
     Scores,
     TextCompletion,
 )
-from gateway.follow.answers import Chunks
 from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted_object
 from gateway.follow.message_events import MessageEvents
 from gateway.follow.streams import call_stream, whole_answer
@@ -91,25 +91,26 @@ router = APIRouter(
 
 async def submit_job(
     gateway: Gateway, job: Job, submission: Submission, headers: Mapping[str, str]
-) -> Response:
-    """Queues a job: 202 with its id."""
+) -> tuple[AcceptedJob, dict[str, str]]:
+    """Queues a job. Returns what accepted_response shows."""
     timing = ServerTiming()
-    if job.flow is not None:
+    if job.flow is not None and not submission.start_at_s:
         await check_first_calls(gateway, job, submission)
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     status = JobStatus.QUEUED
+    start_ms: float | None = None
     if submitted.is_new:
+        start_ms = None if submitted.position else submission.start_at_s * 1000
         job = msgspec.structs.replace(job, id=submitted.job_id)
         num_prompt = job.num_prompt_tokens
         log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, num_prompt)
     else:
         view = await _known_job(gateway, submitted.job_id, job.tenant)
-        job, status = view.job, view.status
+        job, status, start_ms = view.job, view.status, view.start_ms
     wait = await gateway.broker.worker_wait(job, status)
-    shown = submitted_object(job, submitted, status, wait)
-    answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
-    return accepted_response(shown, answer_headers)
+    shown = submitted_object(job, submitted, status, wait, start_ms)
+    return shown, {**headers, **rate_headers(submitted.rates), **timing.headers()}
 
 
 async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
@@ -178,7 +179,7 @@ async def answer_call(
         check_goes_on(body)
         prepared = await prepare_any_call(call.gateway, body, job, submission)
         headers = call.headers | ignored_header(body)
-        return await submit_job(call.gateway, *prepared, headers)
+        return accepted_response(*await submit_job(call.gateway, *prepared, headers))
     _check_resumes(call, body)
     work = prepare_any_call(call.gateway, body, job, submission)
     await begin(call, caller, *await unless_gone(call.request.receive, work))

@@ -1,5 +1,5 @@
-"""POST and GET /v1/jobs; GET, PATCH, DELETE /v1/jobs/{id}; GET …/events; POST …/cancel; POST
-/v1/quote: the cost and expected times of a job.
+"""POST and GET /v1/jobs; GET, PATCH, DELETE /v1/jobs/{id}; GET …/events; POST …/cancel, …/token;
+POST /v1/quote: the cost and expected times of a job.
 """
 
 import asyncio
@@ -14,18 +14,20 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from contract.api_keys import Scope
-from contract.function_types import Quote, Submission, Wanted
+from contract.function_types import Quote, Submission, Verdict, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath, Page
 from gateway.follow.fleet import FleetWatch
 from gateway.follow.job_objects import (
-    AcceptedJob,
     JobId,
     JobObject,
     JobState,
+    JobToken,
     JobWithResult,
+    NewJob,
     UnixSeconds,
+    accepted_response,
     callback_object,
     checked_id,
     cost_of,
@@ -48,9 +50,18 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Caller, Inference, JobsReader, JobsSubmitter, JobsWriter
+from gateway.prepare.admission import (
+    Caller,
+    Inference,
+    JobCanceller,
+    JobFollower,
+    JobsReader,
+    JobsSubmitter,
+    JobsWriter,
+    invalid_key,
+)
 from gateway.prepare.calls import check_goes_on, check_is_lane, check_lane, prepare_call
-from gateway.prepare.job_bodies import AnyJob, JobChange, to_callback
+from gateway.prepare.job_bodies import AnyJob, JobChange, TokenBody, check_start, to_callback
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
@@ -84,9 +95,7 @@ Whose = Annotated[
 ]
 
 
-@router.post(
-    "/v1/jobs", status_code=202, response_model=AcceptedJob, responses=answers(404, 409, 415)
-)
+@router.post("/v1/jobs", status_code=202, response_model=NewJob, responses=answers(404, 409, 415))
 async def create_job(
     request: Request,
     caller: JobsSubmitter,
@@ -95,16 +104,40 @@ async def create_job(
     key: IdempotencyKey = "",
 ) -> Response:
     """Queues a call; 202 with the job."""
+    if asked.token is not None:
+        caller.check_scope(Scope.JOBS_READ)
     hashed = await body_hash(request, key, "/v1/jobs")
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
-    return await submit_job(gateway, job, submission, ignored_header(asked.body))
+    shown, headers = await submit_job(gateway, job, submission, ignored_header(asked.body))
+    if asked.token is not None:
+        token = await _token(gateway, caller, shown.id, asked.token)
+        shown = NewJob(**shown.model_dump(), token=token)
+    return accepted_response(shown, headers)
+
+
+@router.post("/v1/jobs/{job_id}/token", responses=answers(404, 415))
+async def create_token(
+    caller: JobsReader, gateway: ThisGateway, job_id: JobId, asked: TokenBody | None = None
+) -> JobToken:
+    """A token with which a browser reads, follows and cancels this job, and nothing else."""
+    await gateway.broker.read(job_id, caller.tenant)
+    return await _token(gateway, caller, job_id, asked or TokenBody())
+
+
+async def _token(gateway: Gateway, caller: Caller, job_id: str, asked: TokenBody) -> JobToken:
+    """Raises ApiError (401) if the caller's key has just ended."""
+    ring = gateway.broker.key_ring
+    made = await ring.job_token(caller.key_name, job_id, asked.lifetime_s)
+    if made is None:
+        raise invalid_key()
+    return JobToken(job_id=job_id, value=made[0], expires_at=made[1])
 
 
 @router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
 async def get_job(
-    request: Request, caller: JobsReader, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
+    request: Request, caller: JobFollower, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
 ) -> Response:
     """A job's state, and its result once it has ended; without it where it is longer than an answer
     may be and has a URL."""
@@ -143,7 +176,7 @@ def _prices(request: Request, caller: Caller) -> Mapping[str, float]:
 )
 async def stream_job(
     request: Request,
-    caller: JobsReader,
+    caller: JobFollower,
     gateway: ThisGateway,
     job_id: JobId,
     position: AskedPosition,
@@ -156,7 +189,7 @@ async def stream_job(
 
 @router.post("/v1/jobs/{job_id}/cancel", responses=answers(404, 409))
 async def cancel_job(
-    caller: JobsWriter, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
+    caller: JobCanceller, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
 ) -> JobObject:
     """Cancels a job, waiting or running; 409 if it has ended otherwise."""
     broker, tenant = gateway.broker, caller.tenant_of(whose, may_be_all=False)
@@ -177,7 +210,8 @@ async def change_job(
     change: JobChange,
     whose: Whose = "",
 ) -> JobObject:
-    """Changes a job's lane or deadline, waiting or running; 409 if it has ended."""
+    """Changes a job's lane or deadline, waiting or running, or its start until a worker has claimed
+    it; 409 if it is too late."""
     broker, tenant = gateway.broker, caller.tenant_of(whose, may_be_all=False)
     await check_may_change(broker, caller, job_id, tenant)
     if change.lane is not None:
@@ -185,11 +219,19 @@ async def change_job(
         caller.check_lane(change.lane)
         if (card := (await broker.known.models()).get(view.job.model)) is not None:
             check_lane(card, change.lane)
-    ended = await broker.reprioritise(
-        job_id, tenant, lane=change.lane or "", deadline_s=change.deadline_s
+    check_start(change.start_at)
+    found = await broker.reprioritise(
+        job_id,
+        tenant,
+        lane=change.lane or "",
+        deadline_s=change.deadline_s,
+        start_at_s=change.start_at,
     )
-    if ended is not None:
-        raise _already_terminal(ended)
+    if found is Verdict.RUNNING:
+        message = "start_at: a worker has claimed the job before"
+        raise ApiError(409, "already_started", message, param="start_at", headers=NO_RETRY)
+    if found is not Verdict.OK:
+        raise _already_terminal(JobStatus(found))
     view, _ = await broker.read(job_id, tenant)
     return job_object(view, wait=await broker.worker_wait(view.job, view.status))
 
@@ -208,6 +250,7 @@ async def prepare_job(
     job = caller.job(endpoint, asked.body, asked.lane or "")
     submission = caller.submission(
         deadline_s=asked.deadline_s or settings.job_deadline_s,
+        start_at_s=check_start(asked.start_at),
         retention_s=_retention_s(settings, asked, caller),
         metadata=asked.metadata or {},
         callback=to_callback(asked.callback, caller.tenant, settings),

@@ -54,14 +54,17 @@ class StrictRequest(Request):
         Raises ApiError."""
         if self._text is not None:
             return self._text
-        check_media_type(self, "application/json")
-        gateway: Gateway = self.app.state.gateway
         length = self.headers.get("content-length", "")
+        if length.strip("0") or {"content-type", "transfer-encoding"} & {*self.headers}:
+            check_media_type(self, "application/json")
+        gateway: Gateway = self.app.state.gateway
         is_short = length.isdigit() and int(length) <= SHORT_BYTES
         try:
             if not is_short or "content-encoding" in self.headers:
                 await keep_place(gateway.uploads)
             text = b"".join([part async for part in self.stream()])
+            if text:
+                check_media_type(self, "application/json")
             if len(text) <= SHORT_BYTES:  # the places of others bound what they hold
                 hold(len(text))
             self._fields = await gateway.bodies.parse(text) if text else {}

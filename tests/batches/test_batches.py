@@ -19,6 +19,7 @@ from contract.keys import Keys
 from contract.starts import ANY_LANE, Starts
 from infra.embedded_redis import EmbeddedRedis
 from tests.batches.conftest import gateway_client, serving
+from tests.clock import TEST_CLOCK
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -238,11 +239,42 @@ async def test_batches_are_listed_and_other_tenants_have_none(
         )
 
 
+async def test_a_batch_starts_at_its_time(
+    client: AsyncOpenAI, base_url: str, worker: FakeWorker, redis_client: redis.asyncio.Redis
+) -> None:
+    """Its file is validated at once, no line runs before; its window, of any length, counts from
+    the start, which may be moved until then, and lies before the end of the file."""
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    file = await client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
+    asked = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "90m"}
+    async with httpx.AsyncClient(base_url=base_url) as http:
+        late = await http.post("/v1/batches", json=asked | {"start_at": file.expires_at})
+        assert (late.status_code, late.json()["error"]["param"]) == (400, "start_at")
+        told = (await http.post("/v1/batches", json=asked | {"start_at": 1_700_000_600})).json()
+        assert (told["start_at"], told["expires_at"]) == (1_700_000_600, 1_700_006_000)
+        change = {"start_at": 1_700_000_300}
+        moved = (await http.patch(f"/v1/batches/{told['id']}", json=change)).json()
+        assert (moved["start_at"], moved["expires_at"]) == (1_700_000_300, 1_700_005_700)
+        batch = await reached(client, await client.batches.retrieve(told["id"]), "in_progress")
+        assert not worker.seen
+        await redis_client.set(TEST_CLOCK, "=1700000300000")
+        assert (await ended(client, batch)).status == "completed"
+        again = await http.patch(f"/v1/batches/{told['id']}", json={"start_at": 1_700_000_900})
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "already_started")
+        none = await http.patch("/v1/batches/x", json={"start_at": 1_700_000_900})
+        assert none.status_code == 404
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"endpoint": "/v1/images"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
+        *[
+            ({"completion_window": w}, "completion_window")
+            for w in ("", "0h", "1", "1w", "31d", 60)
+        ],
+        ({"start_at": -1}, "start_at"),
+        ({"start_at": 9e9}, "start_at"),
         ({"input_file_id": None}, "input_file_id"),
         ({"window": "24h"}, "window"),
         ({"metadata": {"a": 1}}, "metadata.a"),

@@ -120,7 +120,7 @@ async def test_messages_of_all_partitions_are_delivered(
 async def test_a_full_message_contains_the_output(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """If requested: each choice's text and finish reason."""
+    """If requested: each choice as the job's result has it."""
     public_url = "https://models.example"
     async with (
         Receiver({"/": always(Answer())}) as receiver,
@@ -129,7 +129,8 @@ async def test_a_full_message_contains_the_output(
         await ended_job(functions, to_url(receiver.url("/"), is_full=True), text="ünder")
         await receiver.until(lambda: len(receiver.messages) == 1)
     data = receiver.messages[0].body["data"]
-    assert data["choices"] == [{"index": 0, "text": "ünder", "finish_reason": "stop"}]
+    choice = {"index": 0, "text": "ünder", "logprobs": None, "finish_reason": "stop"}
+    assert data["choices"] == [choice]
     assert data["result_url"].startswith(f"{public_url}/v1/jobs/")
 
 

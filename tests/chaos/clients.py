@@ -3,6 +3,7 @@ and disconnect."""
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class Streamer(Client):
 
 class Submitter(Client):
     """Submits a job, sometimes at two gateways at once with one key, and reads its result. Half of
-    the jobs have a callback."""
+    the jobs have a callback, a third a start that is to come."""
 
     kind = "submitter"
 
@@ -61,6 +62,9 @@ class Submitter(Client):
         await self._submit(story, ask)
         job = await self._until_terminal(story, ask)
         story.ended(job["status"])
+        started, start_at = job["timings"]["started_at"], story.start_at or 0
+        if started is not None and started < start_at and not story.may_have_lost:
+            story.violate(Kind.EARLY, f"started {start_at - started} s before its start")
         if job["status"] == "succeeded":
             story.answered({c["index"]: c["token_ids"] for c in job["result"]["choices"]})
         await self._replay(story)
@@ -88,6 +92,9 @@ class Submitter(Client):
         story.has_callback = number % 2 == 0
         if story.has_callback:
             body["callback"] = {"url": urls[number // 2 % len(urls)], "secret": SECRET}
+        if number % 3 == 0:
+            story.start_at = story.start_at or time.time() + number % 4
+            body["start_at"] = story.start_at
         return body
 
     async def _post(self, body: Mapping[str, Any], key: str) -> str:

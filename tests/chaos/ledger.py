@@ -27,6 +27,7 @@ class Kind(StrEnum):
     WRONG = "wrong"  # another token, another event under a known number, a false end
     DOUBLE_TERMINAL = "double_terminal"  # an end after the end
     UNTOLD = "callbacks_untold"  # a job has ended and its receiver has accepted no word of it
+    EARLY = "early"  # a job that started before its start
     SECOND_ID = "callbacks_under_a_second_id"  # a receiver cannot tell that it knows this already
 
 
@@ -70,6 +71,7 @@ class Story:
     is_exact: bool = True
     may_be_cancelled: bool = False
     has_callback: bool = False
+    start_at: float | None = None  # Unix seconds
     job_id: str | None = None
     status: str | None = None  # the terminal status that the client received
     events: dict[int, Event] = field(default_factory=dict)

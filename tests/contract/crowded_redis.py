@@ -344,7 +344,10 @@ class CrowdedRedis:
         await self.files.add(file, **({"lifetime_s": FOREVER_S, "max_tenant_bytes": 0} | terms))
         return file_id
 
-    async def add_batch(self, tenant: str) -> str:
+    async def created_ms(self, job_id: str) -> int:
+        return int(await self.client.hget(self.keys.of("job", job_id), "created") or 0)
+
+    async def add_batch(self, tenant: str, start_at_s: float = 0) -> str:
         asked = NewBatch(
             endpoint=Endpoint.CHAT,
             input_file_id=new_file_id(),
@@ -354,7 +357,7 @@ class CrowdedRedis:
             output_lifetime_s=FOREVER_S,
         )
         batch_id = new_batch_id()
-        await self.batches.add(batch_id, asked, window_s=FOREVER_S)
+        await self.batches.add(batch_id, asked, window_s=FOREVER_S, start_at_s=start_at_s)
         return batch_id
 
     async def _open_operations(self) -> None:

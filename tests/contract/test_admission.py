@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from contract.errors import ErrorCode, JobRefused
-from contract.function_types import TenantLimits, WorkerCapacity
+from contract.function_types import QueuePosition, TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
@@ -64,6 +64,7 @@ an idle worker tries what earlier outputs predict too late, so that a faster ste
   service_s -> 8.0
 and others before it are a reason
   beat rate=13 stream=1 jobs=1 tokens=13; outputs 8 8 8 8 8; submit t5 t6 cost=13
+  move t5 deadline_s=4; move t6 deadline_s=4
   quote t9 deadline_s=5 cap=10 -> deadline_infeasible - None
 a tenant below its share starts at once, and the second of its jobs does not
   beat rate=13 jobs=4 tokens=1000; eight_of h; place t1 lane_bound_s=0.5 cost=13 -> 0 0 0.0
@@ -120,4 +121,4 @@ async def test_a_flood_on_one_model_refuses_nobody_of_another(functions: Functio
         assert (await refusal(functions, **terms)).code is ErrorCode.LANE_FULL
     other = structs.replace(make_job(), model="n")
     submitted = await functions.submit(other, make_submission(**terms))
-    assert (submitted.position.num_jobs_ahead, submitted.position.eta_s) == (0, 0.0)
+    assert submitted.position == QueuePosition(0, 0, 0.0)

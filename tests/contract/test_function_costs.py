@@ -140,6 +140,7 @@ PAGE: dict[str, Any] = {"purpose": "", "after": "", "is_oldest_first": True, "ma
 TO_CHECK: dict[str, Any] = {"lease_s": LEASE_S, "in_progress": False, "max_batches": 2}
 FAIR = FairRoom(256, 4_000_000, dict.fromkeys(TENANTS[::2], (1, 2_500)))
 ALL_ROOM = rooms(MAX_CLAIM, 4_000_000)
+LATER_S = 4e9  # Unix time
 POISON = '{"prompt": "ab12"}'
 
 CALL: dict[str, Call] = {
@@ -169,6 +170,7 @@ CALL: dict[str, Call] = {
     "batch_add": lambda c, tenant: c.add_batch(tenant),
     "batch_take": lambda c, n: c.batches.take(f"token-{n}", **TO_CHECK),
     "batch_cancel": lambda c, batch_id: c.batches.cancel(batch_id, BIG),
+    "batch_move": lambda c, batch_id: c.batches.move(batch_id, "another", LATER_S),
     "pause": lambda c, tenant: c.pauses.pause(line_of(tenant), "tenant"),
     "resume": lambda c, tenant: c.pauses.resume(line_of(tenant), "tenant"),
 }
@@ -190,6 +192,12 @@ each("quote", "with metadata and a callback", new_jobs(5))
 each("attend", "2,000 followed jobs")
 each("reprioritise", "a waiting job: lane and deadline", waiting(5))
 each("reprioritise", "a running job: lane and deadline", running(5))
+each(
+    "reprioritise",
+    "a waiting job: its start",
+    waiting(5),
+    lambda c, job: c.functions.reprioritise(*of(job), start_at_s=LATER_S),
+)
 each("detach", "a running job", running(5))
 each("cancel", "a waiting job with a callback", lambda c: waiting(5, callback=c.callback())(c))
 each("cancel", "a running job with a long answer", long(3))
@@ -370,6 +378,16 @@ async def _(crowd: CrowdedRedis) -> Calls:
         await crowd.sweep()
 
 
+@case("sweep", "200 jobs whose start has come")
+async def _(crowd: CrowdedRedis) -> Calls:
+    for _ in range(3):
+        for job in await waiting(200, start_at_s=LATER_S)(crowd):
+            member = f"{await crowd.created_ms(job.id):015} {job.id}"
+            await crowd.client.zadd(crowd.keys.of("later"), {member: 0})
+        yield crowd.functions.sweep()
+        await crowd.sweep()
+
+
 @case("sweep", "200 jobs after their retention")
 async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(3):
@@ -480,6 +498,7 @@ each("file_drop", "a file", lambda c: at_once(c.add_file(BIG) for _ in range(5))
 each("batch_add", "with 602 open ones", tenants(5))
 each("batch_take", "batches to check", 5)
 each("batch_cancel", "a batch", lambda c: at_once(c.add_batch(BIG) for _ in range(5)))
+each("batch_move", "a batch", lambda c: at_once(c.add_batch("another", LATER_S) for _ in range(5)))
 
 
 @case("objects_due", "a page")

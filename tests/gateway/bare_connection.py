@@ -100,6 +100,7 @@ async def connected(
 ) -> AsyncIterator[Client]:
     config = ConnectionConfig(
         app,
+        first_s=idle_s,
         idle_s=idle_s,
         head_s=head_s,
         body_s=body_s,

@@ -178,6 +178,37 @@ async def test_a_job_without_workers_expires(
     assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "expired"
 
 
+async def test_a_job_starts_at_its_time(
+    redis_client: redis.asyncio.Redis, idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """It is told and listed with its start, followed from its submission on, moved, and started by
+    a sweep of the gateway; a running job is not moved."""
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    asked = {"start_at": 1_700_000_060.5, "deadline_s": 30}
+    told = (await http.post("/v1/jobs", json=COMPLETION | asked)).json()
+    assert (told["start_at"], told["position"], told["eta_s"]) == (1_700_000_060.5, None, None)
+    [listed] = (await http.get("/v1/jobs", params={"status": "queued"})).json()["data"]
+    assert listed["start_at"] == listed["timings"]["deadline_at"] - 30 == 1_700_000_060.5
+    change = {"start_at": 1_700_000_010}
+    moved = (await http.patch(f"/v1/jobs/{told['id']}", json=change)).json()
+    assert moved["start_at"] == moved["timings"]["deadline_at"] - 30 == 1_700_000_010
+    async with http.stream("GET", told["events_url"]) as answer:
+        stream = parsed(answer)
+        assert (await anext(stream)).data["position"] is None
+        await redis_client.set(TEST_CLOCK, "=1700000012000")
+        assert (await anext(stream)).data["position"] == 0
+        await idle_worker.run(await idle_worker.claim())
+        assert [event.type async for event in stream][-1] == "succeeded"
+    job = (await http.get(f"/v1/jobs/{told['id']}")).json()
+    assert (job["start_at"], job["wait_s"]) == (1_700_000_010, 2)
+    again = await http.patch(f"/v1/jobs/{told['id']}", json={"start_at": 1_700_000_099})
+    assert code_of(again) == (409, "already_terminal")
+    running = await submit(http)
+    await idle_worker.claim()
+    late = await http.patch(f"/v1/jobs/{running}", json={"start_at": 1_700_000_099})
+    assert code_of(late) == (409, "already_started")
+
+
 async def test_a_waiting_job_changes_its_lane_and_its_turn(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
@@ -238,6 +269,9 @@ async def test_a_call_becomes_a_job_on_request(worker: FakeWorker, http: httpx.A
         ({"endpoint": "/v1/embeddings"}, "body.prompt", "unknown_parameter"),
         ({"lane": "fast"}, "lane", "unknown_lane"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
+        ({"start_at": -1}, "start_at", "invalid_value"),
+        ({"start_at": "tomorrow"}, "start_at", "invalid_value"),
+        ({"start_at": 9e9}, "start_at", "invalid_value"),
         ({"x": 1}, "x", "unknown_parameter"),
         ({"body": BODY | {"n": 9}}, "body.n", "invalid_value"),
         ({"body": BODY | {"model": "none"}}, "body.model", "model_not_found"),
@@ -267,6 +301,7 @@ async def test_a_wrong_job_names_its_parameter(
         ({"lane": 1}, "lane", "invalid_value"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
         ({"deadline_s": 10**9}, "deadline_s", "invalid_value"),
+        ({"start_at": 9e9}, "start_at", "invalid_value"),
         ({"body": {}}, "body", "unknown_parameter"),
     ],
 )

@@ -114,47 +114,84 @@ async def test_what_has_no_effect_is_named(http: httpx.AsyncClient, worker: Fake
     assert answer.headers["x-ignored-parameters"] == "user"
 
 
-STORED = {"object_min_bytes": 1}  # requests of jobs are in the object store
-TOLD: list[tuple[dict[str, Any], dict[str, Any], str | None, bool]] = [
-    ({"tools": [TOOL]}, {}, None, True),
-    ({"tools": [TOOL]}, STORED, None, True),
-    ({}, {}, "engine_error", True),
-    ({"top_logprobs": 1}, {}, None, False),
+STORED = {"object_min_bytes": 1}  # prompts and requests of jobs are in the object store
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+CHAT_TOOL = {"type": "function", "function": {"name": TOOL["name"]}}
+TEXT = {"model": MODEL, "prompt": "Hi"}
+# What is asked for beside the response's body, or instead of it; how it fails.
+TOLD: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("responses", BODY | {"tools": [TOOL]}, {}, None),
+    ("responses", BODY | {"tools": [TOOL]}, STORED, None),
+    ("responses", BODY, {}, "engine_error"),
+    ("responses", BODY | {"top_logprobs": 1}, {}, None),
+    ("chat/completions", CHAT | {"tools": [CHAT_TOOL], "n": 2}, {}, None),
+    ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}, STORED, None),
+    ("chat/completions", CHAT | {"prompt_logprobs": 1, "return_token_ids": True}, STORED, None),
+    ("completions", TEXT | {"logprobs": 1, "echo": True}, STORED, None),
+    ("completions", TEXT | {"prompt": ["a", "b"], "return_token_ids": True}, {}, None),
+    ("completions", TEXT, {}, "engine_error"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "options", "code", "is_full"), TOLD, ids=["Redis", "store", "failed", "logprobs"]
-)
-async def test_a_full_callback_has_the_response(
+@pytest.mark.parametrize(("endpoint", "body", "options", "code"), TOLD)
+async def test_a_full_callback_has_the_answer(
     redis_server: EmbeddedRedis,
     gateways: Gateways,
     idle_worker: FakeWorker,
     tmp_path: Path,
-    fields: dict[str, Any],
+    endpoint: str,
+    body: dict[str, Any],
     options: dict[str, Any],
     code: str | None,
-    is_full: bool,
 ) -> None:
-    """As GET shows it; not with log probabilities, for which the message says where it is."""
+    """As the job has it: text, reasoning, calls, log probabilities."""
     store = str(tmp_path)
-    idle_worker.script = thinks_and_calls if "tools" in fields else says("Hello")
+    idle_worker.script = thinks_and_calls if "tools" in body else says("Hello")
     async with (
         Receiver({"/": always(Answer())}) as receiver,
         service(redis_server, object_store=store),
         gateways(object_store=store, callback_allow=("127.0.0.0/8",), **options) as http,
     ):
         callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
-        job_id = await submit(http, {**JOB, "body": BODY | fields, "callback": callback})
+        job = {"endpoint": f"/v1/{endpoint}", "body": body, "callback": callback}
+        job_id = await submit(http, job)
         claimed = await idle_worker.claim()
-        assert (claimed.job.stored_response is not None) is (options == STORED)
+        assert claimed.job.has_objects is (options == STORED)
         if code is None:
             await idle_worker.run(claimed)
         else:
             await idle_worker.finish(claimed, 1, code, "broken")
-        got = await http.get(f"/v1/responses/{response_of(job_id)}")
+        result = (await http.get(f"/v1/jobs/{job_id}")).json()["result"]
         await receiver.until(lambda: len(receiver.messages) == 1)
     data = receiver.messages[0].body["data"]
-    assert "choices" not in data
-    assert data.get("response") == (got.json() if is_full else None)
+    if endpoint == "responses":
+        assert (data["response"], "choices" in data) == (result, False)
+    elif code is None:
+        own = {"id", "object", "created", "model", "system_fingerprint", "usage"}
+        assert {name: data[name] for name in result.keys() - own} == {
+            name: each for name, each in result.items() if name not in own
+        }
     assert data["result_url"] == f"/v1/jobs/{job_id}"
+
+
+@pytest.mark.parametrize("options", [{}, STORED], ids=["Redis", "store"])
+async def test_a_callback_says_where_many_log_probabilities_are(
+    redis_server: EmbeddedRedis,
+    gateways: Gateways,
+    idle_worker: FakeWorker,
+    tmp_path: Path,
+    options: dict[str, Any],
+) -> None:
+    """Those over the size of a message; and where the message's sender has no object store."""
+    idle_worker.script = says("x" * (10 if options else 400))
+    async with (
+        Receiver({"/": always(Answer())}) as receiver,
+        service(redis_server),
+        gateways(object_store=str(tmp_path), callback_allow=("127.0.0.0/8",), **options) as http,
+    ):
+        callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
+        body = CHAT | {"logprobs": True, "top_logprobs": 20, "max_tokens": 400}
+        await submit(http, {"endpoint": "/v1/chat/completions", "body": body, "callback": callback})
+        await idle_worker.run(await idle_worker.claim())
+        await receiver.until(lambda: len(receiver.messages) == 1)
+    assert "choices" not in receiver.messages[0].body["data"]

@@ -11,7 +11,7 @@ import pytest
 
 from contract.connection import end_tasks
 from gateway.http.arrivals import network_of
-from gateway.server import allow_many_files
+from gateway.server import allow_many_files, build_server
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import Gateways, make_settings, running_gateway
@@ -19,7 +19,7 @@ from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
 
-IDLE_S, HEAD_S, BODY_S = 1.5, 0.8, 0.8
+FIRST_S, IDLE_S, HEAD_S, BODY_S = 0.6, 2.5, 0.8, 0.8
 OWN, PER_ADDRESS = "127.0.0.7", 8
 KEY = "a-key-of-the-operator"
 CALL: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 20}
@@ -44,7 +44,8 @@ def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
     """The URL of a gateway with short deadlines and unlimited connections."""
     allow_many_files()
     settings = make_settings(redis_server.url, idle_timeout_s=IDLE_S, max_connections_per_address=0)
-    with limits(head_timeout_s=HEAD_S, body_timeout_s=BODY_S), running_gateway(settings) as url:
+    timeouts = {"first_timeout_s": FIRST_S, "head_timeout_s": HEAD_S, "body_timeout_s": BODY_S}
+    with limits(**timeouts), running_gateway(settings) as url:
         yield httpx.URL(url)
 
 
@@ -131,12 +132,23 @@ async def test_what_comes_at_a_byte_a_second_is_closed(
 
 
 async def test_an_idle_connection_is_closed(url: httpx.URL) -> None:
-    """A used connection serves on; an idle one is closed."""
+    """A used connection serves on; an idle one is closed, long after one that was never used."""
     async with connected(url) as client:
-        for _ in range(3):
-            client.send(LIVEZ)
-            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+        client.send(LIVEZ)
+        assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+        async with connected(url) as unused:
+            assert await unused.rest() == b""
+        client.send(LIVEZ)
+        assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
         assert await client.rest() == b""
+
+
+def test_idle_connections_are_kept_longer_than_balancers_keep_them() -> None:
+    """nginx and the Application Load Balancer: 60 s. What was never used is closed earlier."""
+    settings = GatewaySettings(redis_url="redis://x")
+    assert settings.first_timeout_s < 60 < settings.idle_timeout_s
+    config = build_server(settings).config
+    assert config.timeout_keep_alive >= settings.idle_timeout_s
 
 
 async def test_pipelined_requests_are_answered_before_the_wait_begins(url: httpx.URL) -> None:
@@ -156,6 +168,8 @@ async def test_a_response_may_take_longer_than_every_client_timeout(
         await asyncio.wait([call, claiming], return_when=asyncio.FIRST_COMPLETED)
         assert claiming.done(), call.result().text
         async with connected(url) as idle:
+            idle.send(LIVEZ)
+            await idle.answer()
             assert await idle.rest() == b""  # the whole timeout has passed
         await idle_worker.run(claiming.result())
         assert (await call).status_code == 200

@@ -35,6 +35,8 @@ WITH_TOOLS: list[Case] = [
     ({"guided_choice": ["<think>yes", "no"]}, "no", "maybe"),
     ({"tools": TOOLS, "tool_choice": "required"}, CALL, "no"),
     ({"tools": TOOLS}, "Hi. " + CALL, CALL.replace("1", '"1"')),
+    ({"tools": TOOLS, "guided_json": SCHEMA}, CALL, "Hi. " + CALL),
+    ({"tools": TOOLS, "guided_json": SCHEMA}, '{"a": 1}', "no"),
 ]
 
 

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from contract.model_cards import TokenizerFiles
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TextStream, tokenised
+from contract.token_texts import TextStream
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, tokenised
 from tests.fakes import BOS_ID, encode_text, hash_tokenizer, output_text
 from tests.gateway.vector_worker import vector_files
 
@@ -213,7 +215,7 @@ def test_a_prompt_that_ends_anywhere_stays_out_of_the_stream(prompt: str, output
     """Cut at every byte; offsets count the characters that came before."""
     token_ids = encode_text(prompt + output)
     for cut in range(len(token_ids) + 1):
-        stream = TextStream(BARE, token_ids[:cut], offset=7)
+        stream = TextStream(BARE, DecodeStream, token_ids[:cut], offset=7)
         pushed = [stream.push(token_id) for token_id in token_ids[cut:]]
         before, after = output_text(token_ids[:cut]), prompt + output
         rest = after[len(os.path.commonprefix([before, after])) :]

@@ -27,6 +27,13 @@ TOOLS: list[dict[str, Any]] = [
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 ONE = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+ANSWER = '{"a": 1}'
+JSON = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "r", "schema": PARAMETERS, "strict": True},
+    }
+}
 OTHER = '<call>{"name": "now", "arguments": {}}</call>'
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -48,6 +55,18 @@ async def submitted(http: httpx.AsyncClient, worker: FakeWorker, **fields: Any) 
         ({"tool_choice": NAMED}, [ONE], [OTHER, ONE + ONE]),
         ({"tool_choice": ALLOWED}, [ONE, ONE + ONE], [OTHER, "Hi"]),
         ({"tools": STRICT}, [ONE, "Hi", "Hi <b>\n" + ONE], ['<call>{"name": "no', ONE + "x"]),
+        *(
+            ({**asked, **choice}, accepted, refused)
+            for asked in (JSON, {"guided_json": PARAMETERS}, {"guided_regex": r'\{"a": 1\}'})
+            for choice, accepted, refused in (
+                ({}, [ANSWER, ONE, ONE + OTHER], ["Hi", ANSWER + ONE, "Hi " + ONE, '{"a": "x"}']),
+                ({"tools": STRICT}, [ANSWER, ONE], ["Hi", OTHER]),
+                ({"parallel_tool_calls": False}, [ANSWER, ONE], [ONE + OTHER]),
+                ({"tool_choice": "required"}, [ONE, ONE + OTHER], [ANSWER]),
+                ({"tool_choice": NAMED}, [ONE], [ANSWER, OTHER]),
+                ({"tool_choice": "none"}, [ANSWER], [ONE, "Hi"]),
+            )
+        ),
     ],
 )
 async def test_calls_are_forced_in_the_models_format(
@@ -57,7 +76,8 @@ async def test_calls_are_forced_in_the_models_format(
     accepted: list[str],
     refused: list[str],
 ) -> None:
-    """A required or named call, and any call of a strict function; arguments fit the schema."""
+    """A required or named call, and any call of a strict function; arguments fit the schema. Beside
+    a response format the model chooses: a call, or an answer in that form."""
     job = await submitted(http, idle_worker, **{"tools": TOOLS, **fields})
 
     grammar = job.params.grammar

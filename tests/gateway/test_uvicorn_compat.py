@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 def config() -> ConnectionConfig:
-    seconds = dict.fromkeys(("idle_s", "head_s", "body_s", "upload_s"), 1)
+    seconds = dict.fromkeys(("first_s", "idle_s", "head_s", "body_s", "upload_s"), 1)
     return ConnectionConfig(echo, **seconds, max_per_address=0, lifespan="off", log_config=None)
 
 

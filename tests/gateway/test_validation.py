@@ -138,7 +138,8 @@ OF_CHAT: list[Case] = [
     ({"echo": True}, "echo", UNKNOWN),
     ({"tools": [{}]}, "tools.0.type", MISSING),
     ({"tools": [_NAMELESS]}, "tools.0.function.name", VALUE),
-    ({"tools": [_TOOL], "response_format": {"type": "json_object"}}, "response_format", VALUE),
+    ({"tools": [_TOOL], "guided_regex": "("}, "guided_regex", VALUE),
+    ({"tools": [_TOOL], "guided_regex": "a", "min_tokens": 2}, "min_tokens", VALUE),
     ({"tools": [_TOOL], "tool_choice": "any"}, "tool_choice", VALUE),
     ({"tools": [_TOOL], "tool_choice": _CHOICE}, "tool_choice.function.name", VALUE),
     (

@@ -29,11 +29,16 @@ WEATHER: dict[str, Any] = {
         "level": {"enum": [1, None, True, "x", [1, "y"], {"a": 0.5}]},
         "deep": {"$ref": "#/$defs/deep"},
         "either": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "list": {"type": ["string", "null", "integer"]},
+        "one": {
+            "oneOf": [{"$ref": "#/$defs/text"}, {"type": "array", "items": {"type": "boolean"}}]
+        },
         "all": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
     },
-    "required": ["city", "days", "kind", "level", "deep", "either"],
+    "required": ["city", "days", "kind", "level", "deep", "either", "list", "one"],
     "additionalProperties": False,
     "$defs": {
+        "text": {"type": "string", "maxLength": 5},
         "deep": {
             "type": "object",
             "properties": {
@@ -42,7 +47,7 @@ WEATHER: dict[str, Any] = {
             },
             "required": ["x"],
             "additionalProperties": False,
-        }
+        },
     },
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -51,7 +56,8 @@ FUNCTIONS = [
     (number, name, schema, name != "any-thing")
     for number, (name, schema) in enumerate(SCHEMAS.items())
 ]
-TOOLS = {name: string_parameters(schema) for name, schema in SCHEMAS.items()}
+STRINGS = {name: string_parameters(schema) for name, schema in SCHEMAS.items()}
+TOOLS = {name: tuple(found) for name, found in STRINGS.items()}
 HARMONY = next(each for each in REASONING_FORMATS if each.is_harmony)
 NAMES = [f"{each.name}-{number}" for number, each in enumerate(TOOL_FORMATS)]
 FORMATS = pytest.mark.parametrize("format_", TOOL_FORMATS, ids=NAMES)
@@ -83,7 +89,7 @@ def grammar_of(model: MarkedModel, *, functions: Any = FUNCTIONS, **fields: Any)
 def read(model: MarkedModel, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls that the worker finds; raises for arguments that are no JSON."""
     prompt = "<|start|>assistant" if model.files.reasoning else ""
-    parser = OutputParser(model.files.tool_format, model.files.reasoning, prompt, TOOLS)
+    parser = OutputParser(model.files.tool_format, model.files.reasoning, prompt, TOOLS, STRINGS)
     delta = parser.push(text)
     delta.extend(parser.finish())
     return delta.content, _calls(delta.tool_calls)
@@ -234,6 +240,32 @@ def test_text_is_allowed_where_no_call_is_forced(format_: ToolFormat, are_tokens
     if not format_.is_bare and model.files.reasoning is None:
         assert is_whole
         assert read(model, text) == ("It rains <b> in\n\nRome.", [("weather", PARIS)])
+
+
+@FORMATS
+@SPELLED
+@pytest.mark.each_value
+def test_beside_a_response_format_the_model_calls_or_answers(
+    format_: ToolFormat, are_tokens: bool
+) -> None:
+    """In the form of the answer, or by calls that fit, and in no third way."""
+    model = model_of(format_, are_tokens=are_tokens)
+    form = {"kind": "json_schema", "value": SHOWN, "is_strict": True}
+    grammar = grammar_of(model, functions=SHOWN_FUNCTIONS, is_forced=False, answer=form)
+    head = "" if model.files.reasoning is None else model.files.reasoning.before_first_answer
+    answer, calls = json.dumps(PARIS), shown(format_, PARIS)
+    for text, is_whole in [
+        *((head + answer, True), (calls, True), (head + '{"city": "Rome"}', False)),
+        *((f"{head}So: {answer}", False), (f"{head}So: {calls}", False), (answer + calls, False)),
+    ]:
+        assert (judge(model.grammars, grammar, model.ids(text)) == "whole") is is_whole, text
+    assert read(model, calls) == ("", [("weather", PARIS)])
+    assert read(model, head + answer) == (answer, [])
+    outputs = [draw(model.grammars, grammar, seed) for seed in range(6)]
+    for output in filter(None, outputs):
+        content, found = read(model, model.text(output))
+        check([("weather", json.loads(content))] if content else found, {"weather": SHOWN})
+        assert bool(content) != bool(found)
 
 
 @pytest.mark.parametrize("keyword", ["pattern", "format"])

@@ -69,6 +69,8 @@ class Audit:
         strangers = (waiting.keys() | pending.keys() | leases) - jobs.keys()
         assert not strangers, f"nothing waits or runs without a record: {sorted(strangers)[:5]}"
         self._check_counters(_of(by_records, "counters:"))
+        self._check_later(by_records)
+        self._check_early(jobs)
         self._check_lines(_of(by_records, "line:"))
         self._check_tenants(_of(by_records, "tenant:"))
         quarantined = {i.decode() for i in self.client.zrange(self.keys.of("quarantine"), 0, -1)}
@@ -102,6 +104,8 @@ class Audit:
                 "back:*",
                 "alone:*",
                 "line:*",
+                "later*",
+                "early:*",
             )
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
@@ -372,6 +376,23 @@ class Audit:
             counted = {name: value for name, value in by_records.get(key, {}).items() if value}
             wanted[key] = dict.fromkeys(found.get(key, {}), 0) | counted
         same("I11: counters", found, wanted)
+
+    def _check_early(self, jobs: dict[str, Record]) -> None:
+        """What goes before jobs that came earlier waits in that queue."""
+        for stream, zset in self._zsets("early:").items():
+            for member in zset:
+                found = {"early": {member: jobs[member.split()[-1]]["state"]}}
+                same("what is early waits", found, {"early": {member: "queued"}})
+                assert jobs[member.split()[-1]]["stream"] == stream, f"early:{stream} {member}"
+
+    def _check_later(self, by_records: Contents) -> None:
+        """I11: what waits for its time is listed by it; its tokens count by lane and tenant."""
+        found = {"later": self._scores(self.keys.of("later"))}
+        for key, record in self._hashes("later_tokens:").items():
+            found[key] = {name: record.number(name) for name in record}
+        wanted = {"later": dict(by_records.get("later", {}))}
+        wanted |= _of(by_records, "later_tokens:")
+        same("I11: what waits for its time", found, wanted)
 
     def _check_bill(self, job: Record, kind: str) -> None:
         """A reservation is charged or refunded at the job's end, and not before."""

@@ -87,6 +87,9 @@ class FileCalls(Calls):
         reply = self._world.told(call)
         return reply if isinstance(reply, str) else str(reply[0])
 
+    def move(self, name: str, start_at_s: float, tenant: str = "") -> Any:
+        return self._world.run(self._world.batches.move(name, tenant or name[0], start_at_s))
+
     def stop(self, name: str, tenant: str = "") -> Any:
         return self._world.run(self._world.batches.cancel(name, tenant or name[0]))
 
@@ -209,6 +212,30 @@ def test_a_batch_is_cancelled_by_its_feeder(calls: Calls, script: list[str]) -> 
 
 
 @scripts("""
+it is validated at once, its lines run then
+  feed 1 -> t1
+  save t1 in_progress lease_s=0; feed 2 runs=True; pass_time 9.999; feed 3 runs=True -> -
+  pass_time 0.001; feed 3 runs=True -> t1
+its window counts from then: of t1 expires -> 1700000070000
+it is moved, with its window
+  move t1 1700000005 -> True
+  of t1 start expires -> 1700000005000 1700000065000
+  pass_time 3; move t1 7 -> True
+  of t1 start expires -> 1700000003000 1700000063000
+  move t1 1700000010 -> False
+one that has ended is not moved: feed 1; save t1 failed; move t1 1700000005 -> False
+another's: move t1 1700000005 u -> None
+none: move t9 1700000005 -> None
+it is cancelled before
+  feed 1; save t1 in_progress lease_s=0; stop t1 -> cancelling
+  feed 2 -> t1
+the past is now: batch t2 start_at_s=1; of t2 start expires -> None 1700000060000
+""")
+def test_a_batch_has_a_start(calls: Calls, script: list[str]) -> None:
+    calls.run(["batch t1 start_at_s=1700000010", *script])
+
+
+@scripts("""
 all: feed 1 -> t1 u1 v1 t2 u2 t3
 one: feed 1 1 -> t1
 none: feed 1 0 -> -
@@ -223,11 +250,15 @@ what others hold counts
   feed 3 0 1 -> v1
   feed 4 0 9 -> -
   feed 4 2 -> t2 u2
+of a tenant the one whose window ends first
+  batch t4 window_s=1; feed 1 1 -> t4
+  feed 2 1 -> u1
+  feed 3 0 9 -> v1
 one whose record is gone: redis DEL batch:t1; unsound; feed 1; redis ZSCORE batches_open t1 -> None
 feeders are seen: feed 1; redis EXISTS batches_fed -> 1
 """)
 def test_tenants_take_turns_with_their_batches(calls: Calls, script: list[str]) -> None:
-    """The fewest held first, then the oldest."""
+    """The fewest held first, then the earliest end of the window."""
     added = "; pass_time 1; batch ".join(["batch x1", "t1", "t2", "t3", "u1", "v1", "u2"])
     calls.run([added, "feed 9 1; save x1 in_progress token=9 lease_s=0 -> in_progress", *script])
 
@@ -241,8 +272,8 @@ a tenant's open batches have a bound; one that is added again is the same
   feed 1; save t1 failed; save t2 failed; batch t3 max_open=2 -> None
   batch t1; of t1 status -> failed
 a list of batches forgets old ones
-  batch t1; redis TTL batches:t -> 5184060
-  pass_time 5184059.999; batch t2; redis ZRANGE batches:t 0 -1 -> t1 t2
+  batch t1; redis TTL batches:t -> 10368000
+  pass_time 10367999.999; batch t2; redis ZRANGE batches:t 0 -1 -> t1 t2
   pass_time 0.001; batch t3; redis ZRANGE batches:t 0 -1 -> t2 t3
   unsound
 """)

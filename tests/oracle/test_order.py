@@ -279,3 +279,86 @@ def test_a_lane_waits_no_longer_than_its_share_allows(world: World, share: float
             passed = 0 if item.job.lane == "batch" else passed + item.cost_tokens
             head = next(heads) if item.job.lane == "batch" else head
             assert passed <= head / share + max(costs)
+
+
+@scripts("""
+none starts early; after an outage all that are due do, in the order of their starts
+  submit t1 start_at_s=1700000020; submit t2 start_at_s=1700000010; submit t3 start_at_s=1700000010
+  sweep; claim -> -
+  pass_time 9.999; sweep; claim -> -
+  pass_time 0.001; sweep; claim jobs=1 -> t2
+  pass_time 9000; submit t5 deadline_s=9999; sweep; turns 2 -> t5 -
+one whose start is over starts at once
+  submit t1 start_at_s=1700000000; field t1 start -> None
+  claim -> t1
+they wait for no place, and are no load
+  beat rate=10 jobs=1 tokens=20; submit t1 t2 t3 start_at_s=1700000010; place t9 -> 0 0 0.0
+  waits t1 -> None
+  number HGET counters:m:interactive queued_jobs -> 1.0
+what waits now says nothing of them
+  beat rate=10 jobs=1 tokens=20; submit t1 t2 t3 cost=20
+  submit t8 lane=batch deadline_s=3 -> deadline_infeasible - 3.0
+  submit t9 lane=batch deadline_s=3 start_at_s=1700000010 -> new
+  pause batch; submit t7 lane=batch -> lane_paused - 30.0
+  submit t7 lane=batch start_at_s=1700000010 -> new
+they have a bound of their own, and a tenant its share of it
+  submit t1 cost=20 lane_bound_tokens=40 lane_share=0.5 start_at_s=1700000010
+  submit t2 cost=20 lane_bound_tokens=40 lane_share=0.5 -> new
+  ask t3 lane_bound_tokens=40 lane_share=0.5 start_at_s=1700000010 -> tenant_quota lane_share 10.0
+  submit u3 cost=30 lane_bound_tokens=40 start_at_s=1700000010 -> lane_full lane_tokens 10.0
+  submit u4 lane_bound_tokens=40 start_at_s=1700000010 -> new
+their deadline counts from the start, and moves along
+  submit t1 deadline_s=5 start_at_s=1700000010; since t1 deadline -> -15.0
+  move t1 start_at_s=1700000002; since t1 deadline -> -7.0
+  move t1 deadline_s=9; since t1 deadline -> -11.0
+  pass_time 1; move t1 start_at_s=5; since t1 deadline -> -9.0
+  claim -> t1
+  move t1 start_at_s=1700000010 -> RUNNING
+  submit t2 deadline_s=9; move t2 start_at_s=1700000004; since t2 deadline -> -12.0
+  claim -> -
+  pass_time 3; sweep; claim -> t2
+one that waits keeps its place where it is to start now
+  submit t1 t2; move t1 start_at_s=9 -> OK
+  turns 2 -> t1 t2
+they go to another lane, and end
+  submit t1 t2 start_at_s=1700000010; move t1 batch; cancel t2
+  redis HGETALL later_tokens:m:interactive -> {}
+  pass_time 10; sweep; claim lanes=batch -> t1
+""")
+def test_jobs_wait_for_their_start(calls: Calls, script: list[str]) -> None:
+    calls.run(script)
+
+
+@scripts("""
+an earlier one goes first, one of the same second behind those that were there
+  submit t1 t2 deadline_s=90; submit t3 deadline_s=60; submit t4 deadline_s=60.9
+  submit t5 deadline_s=30; submit t6 deadline_s=90
+  turns 7 -> t5 t3 t4 t1 t2 t6 -
+  redis EXISTS early:q:m:interactive:t -> 0
+tenants take their turns as before
+  submit t1 t2; submit u1 u2 deadline_s=9
+  turns 4 -> t1 u1 t2 u2
+one that does not fit is passed, and holds up those behind it alone
+  submit t1 deadline_s=90; submit t2 cost=100 deadline_s=60; submit t3 deadline_s=70
+  claim tokens=50 -> t3 t1
+  field t2 passed -> 2
+  submit t4 deadline_s=99; claim tokens=120 jobs=1 -> t2
+one with a later deadline is not passed by them
+  submit t1 cost=100 deadline_s=90; submit t2 deadline_s=60; claim tokens=50 -> t2
+  field t1 passed -> None
+another deadline is another place
+  submit t1 t2 t3 deadline_s=90; move t3 deadline_s=30; move t1 deadline_s=99
+  turns 3 -> t3 t2 t1
+it waits for what goes before it
+  beat rate=10 jobs=1 tokens=20; submit t1 t2 t3 t4 deadline_s=900
+  place t5 deadline_s=60 -> 0 0 0.0
+  place t6 deadline_s=90 -> 1 10 1.0
+  place t7 deadline_s=30 -> 0 0 0.0
+  place t8 deadline_s=950 -> 7 70 7.0
+many that run do not hide those behind them
+  submit t0 deadline_s=900
+  submit ta tb tc td te tf tg th ti tj tk tl tm tn to tp tq tr deadline_s=60
+  claim w 18; submit t9 deadline_s=999; turns 3 -> t0 t9 -
+""")
+def test_jobs_of_a_tenant_go_by_their_deadlines(calls: Calls, script: list[str]) -> None:
+    calls.run(script)

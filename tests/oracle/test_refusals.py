@@ -66,7 +66,9 @@ a cold start is no wait
   pass_time 15.001; ask t9 lane_bound_s=2 cold_start_s=9 -> OK
 a long wait beside a cold start
   pass_time 15.001; ask t9 lane_bound_s=1.5 cold_start_s=9 -> lane_full lane_wait 0.5
-a late end: ask t9 deadline_s=1.5 -> deadline_infeasible - 0.5
+a late end behind those that end before
+  move t1 deadline_s=1; move t2 deadline_s=1; ask t9 deadline_s=1.5 -> deadline_infeasible - 0.5
+an end before theirs: ask t9 deadline_s=1.5 -> OK
 an end in time: ask t9 deadline_s=2 -> OK
 a full lane beside one with a share
   beat rate=10 jobs=1 tokens=10 shares=batch:0.5; submit u1 lane=batch
@@ -130,7 +132,7 @@ def test_a_run_takes_time(calls: Calls, script: list[str]) -> None:
 def test_the_first_reason_counts(world: World) -> None:
     """All reasons hold at once; then one after the other is gone."""
     world.beat(rate=10.0, jobs=1, tokens=10, lanes=LANES[:1])
-    world.submit("t1", "t2", requests_per_min=9)
+    world.submit("t1", "t2", requests_per_min=9, deadline_s=16.4)
     meters = ("requests", 9, "requests_ms", world.now_ms, "tokens", 99, "tokens_ms", world.now_ms)
     world.redis("HSET", "tenant:t", *meters)
     world.redis("HSET", "pool:m", "lanes", "batch")

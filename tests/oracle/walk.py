@@ -43,6 +43,7 @@ class Entry:
     next: int = 1
     tokens: int = 0
     is_in_line: bool = True  # waits where it was submitted, neither returned nor moved
+    start_ms: int = 0  # waits for it, outside of its queue; 0: no more
     is_suspect: bool = False
     forgotten_ms: int = 0
 
@@ -145,6 +146,8 @@ class Walk:
         terms |= {"max_attempts": MAX_ATTEMPTS, "weight": rng.choice([1.0, 1.0, 3.0])}
         terms |= {"attendance_s": rng.choice([0, 0, 9]), "batch_price": rng.choice([1.0, 0.5])}
         terms |= {"is_stored": self.flip(0.2), "callback": rng.choice(["", "", "a", "b", "talks"])}
+        start_ms = self.a_start() if self.flip(0.2) else 0
+        terms["start_at_s"] = start_ms / 1000
         if self.flip(0.4):
             bounds = {"lane_bound_tokens": rng.choice([0, 120]), "lane_bound_s": rng.choice([0, 3])}
             terms |= self.limits | bounds
@@ -158,11 +161,17 @@ class Walk:
             assert contents(world) == before, "a refusal changes nothing"
             return
         now_ms, attendance_ms = world.now_ms, int(terms["attendance_s"] * 1000)
-        self.ledger[name] = Entry(
+        entry = self.ledger[name] = Entry(
             *(name, terms["lane"], terms["cap"], choices, now_ms),
-            *(now_ms + terms["deadline_s"] * 1000, terms["retention_s"] * 1000),
+            *(max(now_ms, start_ms) + terms["deadline_s"] * 1000, terms["retention_s"] * 1000),
             *(attendance_ms, now_ms + attendance_ms if attendance_ms else 0),
         )
+        if start_ms > now_ms:
+            entry.start_ms, entry.is_in_line = start_ms, False
+
+    def a_start(self) -> int:
+        """ms; sometimes over."""
+        return self.world.now_ms // 1000 * 1000 + self.rng.choice([-3000, 2000, 2000, 9000, 30_000])
 
     def cancel(self) -> None:
         name, tenant, entry = self.of_caller()
@@ -174,14 +183,23 @@ class Walk:
     def move(self) -> None:
         name, tenant, entry = self.of_caller()
         lane, deadline_s = self.rng.choice(["", *LANES]), self.rng.choice([None, 5, 90])
-        said = self.world.move(name, lane, deadline_s, tenant)
+        start_ms, now_ms = self.a_start() if self.flip(0.3) else None, self.world.now_ms
+        start_at_s = None if start_ms is None else start_ms / 1000
+        said = self.world.move(name, lane, deadline_s, tenant, start_at_s)
         if entry is None or entry.has_ended:
             assert said == (entry and entry.status)
             return
+        if start_ms is not None and entry.epoch:
+            assert said == "RUNNING"
+            return
         assert said == "OK"
+        if start_ms is not None and (entry.start_ms or start_ms > now_ms):
+            entry.deadline_ms += max(start_ms, now_ms) - (entry.start_ms or now_ms)
+            entry.start_ms = start_ms if start_ms > now_ms else 0
+            entry.is_in_line = False
         if deadline_s is not None:
-            entry.deadline_ms = self.world.now_ms + deadline_s * 1000
-        entry.is_in_line = entry.is_in_line and lane in ("", entry.lane)
+            entry.deadline_ms = (entry.start_ms or now_ms) + deadline_s * 1000
+        entry.is_in_line = entry.is_in_line and lane in ("", entry.lane) and deadline_s is None
         entry.lane = lane or entry.lane
 
     def detach(self) -> None:
@@ -193,6 +211,7 @@ class Walk:
             return
         assert said == "OK"
         entry.deadline_ms = max(entry.deadline_ms, self.world.now_ms + seconds * 1000)
+        entry.is_in_line = False  # it keeps its place
         entry.retention_ms = max(entry.retention_ms, seconds * 1000)
         entry.attended_ms = entry.attendance_ms = 0
 
@@ -255,6 +274,7 @@ class Walk:
             entry = self.ledger[name_of(item.job.id)]
             if entry.name in waiting:
                 assert entry.status == "queued"
+                assert not entry.start_ms, "nothing starts early"
                 line = [(lane, of) for lane in ("", entry.lane) for of in ("", entry.name[0])]
                 assert not set(line) & set(self.paused)
                 assert item.is_alone == entry.is_suspect
@@ -278,11 +298,12 @@ class Walk:
             entry.lease_ms = world.now_ms + LEASE_MS
 
     def check_order(self, entry: Entry, left: set[str], cost: float) -> None:
-        """No older job of the same tenant and lane stays behind that fits as well."""
+        """No job of the same tenant and lane stays behind that fits as well and goes before: by the
+        second of the deadline, then by age."""
         for other in map(self.ledger.__getitem__, left):
             is_same = (other.name[0], other.lane) == (entry.name[0], entry.lane)
-            is_older = other.name < entry.name and other.status == "queued"
-            if is_same and is_older and other.is_in_line:
+            turn, own = ((e.deadline_ms // 1000, e.name) for e in (other, entry))
+            if is_same and turn < own and other.status == "queued" and other.is_in_line:
                 [other_cost] = self.world.field(other.name, "cost")
                 assert int(other_cost) / other.choices > cost, f"{other.name} was passed"
 
@@ -380,8 +401,8 @@ class Walk:
     # --- time, and the whole
 
     def sweep(self) -> None:
-        """Deadlines first, then callers who are gone, leases, and retentions."""
-        now_ms, counts = self.world.now_ms, [0, 0, 0, 0]
+        """Deadlines first, then callers who are gone, leases, starts, and retentions."""
+        now_ms, counts, num_begun = self.world.now_ms, [0, 0, 0, 0], 0
         for name, entry in list(self.ledger.items()):
             if entry.has_ended:
                 if entry.forgotten_ms <= now_ms:
@@ -396,7 +417,10 @@ class Walk:
                 entry.give_back(is_suspect=entry.lapses > 0)
                 entry.lapses += 1
                 counts[0] += 1
+            elif entry.start_ms and entry.start_ms <= now_ms:
+                entry.start_ms, num_begun = 0, num_begun + 1
         assert self.world.sweep() == tuple(counts)
+        assert self.world.reply.num_begun == num_begun
 
     def look(self) -> None:
         """What is watched is what is so. And calls that change no job."""
@@ -413,7 +437,7 @@ class Walk:
         lanes = self.world.run(self.world.functions.snapshot("m", LANES)).lanes
         for lane, found in lanes.items():
             entries = [e for e in self.ledger.values() if e.lane == lane]
-            assert found.num_queued == sum(e.status == "queued" for e in entries)
+            assert found.num_queued == sum(e.status == "queued" and not e.start_ms for e in entries)
             assert found.num_running == sum(e.holder != "" for e in entries)
 
     def check(self) -> None:

@@ -186,9 +186,14 @@ class World:
         return self.run(self.functions.detach(job_id(name), tenant or name[0], **terms))
 
     def move(
-        self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = ""
+        self,
+        name: str,
+        lane: str = "",
+        deadline_s: float | None = None,
+        tenant: str = "",
+        start_at_s: float | None = None,
     ) -> Any:
-        terms: dict[str, Any] = {"lane": lane, "deadline_s": deadline_s}
+        terms: dict[str, Any] = {"lane": lane, "deadline_s": deadline_s, "start_at_s": start_at_s}
         return self.run(self.functions.reprioritise(job_id(name), tenant or name[0], **terms))
 
     def attend(self, *names: str) -> int:
@@ -307,8 +312,8 @@ class World:
         return self.run(self.functions.drain(workers))
 
     def sweep(self, max_jobs: int = 400) -> tuple[int, int, int, int]:
-        """Lapsed, expired, unattended, forgotten jobs."""
-        found = self.run(self.functions.sweep(max_jobs))
+        """Lapsed, expired, unattended, forgotten jobs; the reply has those whose start has come."""
+        self.reply = found = self.run(self.functions.sweep(max_jobs))
         return found.num_lapsed, found.num_expired, found.num_unattended, found.num_forgotten
 
     # --- deliverers of callbacks --------------------------------------------------------------

@@ -134,6 +134,7 @@ def calls_of(job: LoggedJob) -> list[tuple[str, str]]:
 THINK = ReasoningFormat(name="qwen3", open="<think>\n", close="\n</think>\n\n")
 CALLS = ToolFormat(name="hermes", open="<tool_call>\n", close="\n</tool_call>", between="\n")
 THINKER = MarkedModel(reasoning=THINK, tool_format=CALLS)
+ANSWER = {"kind": "json_schema", "value": ITEM, "is_strict": True}
 BUDGET = 12
 
 
@@ -146,7 +147,7 @@ def thinking_workers() -> Workers:
     return Workers(loaded, options, grammars=THINKER.grammars)
 
 
-@pytest.mark.parametrize("kind", ["schema", "calls", "text"])
+@pytest.mark.parametrize("kind", ["schema", "calls", "text", "either"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.each_value
 def test_a_bounded_reasoning_is_bounded_after_any_interruption(kind: str, seed: int) -> None:
@@ -156,13 +157,14 @@ def test_a_bounded_reasoning_is_bounded_after_any_interruption(kind: str, seed: 
         "schema": (Kind.JSON_SCHEMA, ITEM),
         "calls": (Kind.TOOLS, tool_calls(CALLS)),
         "text": (Kind.TEXT, None),
+        "either": (Kind.TOOLS, {**tool_calls(CALLS), "is_forced": False, "answer": ANSWER}),
     }[kind]
     grammar = compile_grammar(*constraint, around=around)
     job = msgspec.structs.replace(
         job_of(grammar, seed, max_tokens=150),
         prompt_ids=tuple(THINKER.ids("user: x\nassistant: <think>\n")),
         endpoint=Endpoint.CHAT,
-        tools={"add": ("text",), "now": ()} if kind == "calls" else {},
+        tools={"add": ("text",), "now": ()} if kind in ("calls", "either") else {},
     )
     whole, num_cuts = check(job, thinking_workers())
 
@@ -171,7 +173,8 @@ def test_a_bounded_reasoning_is_bounded_after_any_interruption(kind: str, seed: 
     assert num_cuts > BUDGET
     reasoned = sum(delta.num_reasoning for delta in deltas_of(whole))
     assert reasoned in (BUDGET, BUDGET + 1)
-    if kind == "schema":
+    is_call = kind == "calls" or (kind == "either" and bool(calls_of(whole)))
+    if kind in ("schema", "either") and not is_call:
         assert json.loads(whole.answer.text[0]).keys() == ITEM["properties"].keys()
-    if kind == "calls":
+    if is_call:
         assert [name for name, _ in calls_of(whole)] in (["add"], ["now"])

@@ -60,7 +60,7 @@ def test_the_stop_string_that_ends_a_choice_is_named() -> None:
     """The one at the first place."""
     choice = ChoiceText(tokenizer, (65,), ("bcd", "ab"), 0)
     assert "".join(map(choice.push, encode_text("xab"))) == "x"
-    assert (choice.is_stopped, choice.stop_string) == (True, "ab")
+    assert (choice.is_stopped, choice.stops.found) == (True, "ab")
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

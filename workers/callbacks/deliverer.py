@@ -13,7 +13,10 @@ from random import Random
 from typing import Any, Literal
 
 import msgspec
+import tokenizers
+from cachetools import LRUCache
 
+from contract.answers import Answer, response_logprobs
 from contract.callback_urls import AllowList
 from contract.callbacks import Callback, CallbackKind, MessageKind, Secrets, is_open_target
 from contract.catalogue import Catalogue
@@ -23,12 +26,13 @@ from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import LogEntry, Tokens
 from contract.function_types import JobView
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus
+from contract.jobs import Endpoint, Job, JobStatus, ObjectRef
 from contract.outbox import Outbox, OutboxRecord, Taken
-from contract.payloads.encoding import decode_log
+from contract.payloads.encoding import decode_log, with_prompts
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.response_events import ResponseEvents, decode_record
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
+from contract.token_texts import TokenTexts
 from contract.vector_answers import VectorAnswer, num_vector_bytes
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.retries import (
@@ -94,23 +98,36 @@ def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def response_of(view: JobView, request: bytes, entries: Iterable[LogEntry]) -> Output:
-    """The whole response of a job of /v1/responses, without log probabilities. Raises
-    WireError."""
-    events = ResponseEvents(view.job, decode_record(request))
+def response_of(
+    view: JobView, request: bytes, entries: Iterable[LogEntry], texts: TokenTexts | None
+) -> Output:
+    """The whole response of a job of /v1/responses. Raises WireError."""
+    events = ResponseEvents(view.job, decode_record(request), response_logprobs(texts))
     for entry in entries:
         events.of(entry)
     return {"response": events.end(view)[-1]["response"]}
 
 
-def choices_of(job: Job, entries: Iterable[LogEntry]) -> Output:
-    texts: dict[int, list[str]] = {index: [] for index in range(job.num_choices)}
-    reasons: dict[int, str | None] = dict.fromkeys(texts)
+def choices_of(
+    view: JobView, job: Job, entries: Iterable[LogEntry], texts: TokenTexts | None
+) -> Output:
+    """What the result of a chat or a completion has, but its name and its usage."""
+    answer = Answer(job, texts)
     for entry in entries:
-        for delta in entry.event.deltas if isinstance(entry.event, Tokens) else ():
-            texts[delta.choice].append(delta.text if job.shows_output else "")
-            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
-    return {"choices": [_choice(job, i, "".join(parts), reasons[i]) for i, parts in texts.items()]}
+        answer.add(entry)
+    built = answer.build(view.num_prompt_tokens, view.num_output_tokens)
+    return {name: built[name] for name in _OF_ANSWERS if name in built}
+
+
+_OF_ANSWERS = ("choices", "prompt_logprobs", "prompt_token_ids")
+_LEAST_BYTES = 8  # of a token with its log probability
+
+
+def num_logprobs(entries: Iterable[LogEntry]) -> int:
+    """The number of tokens that are named with their log probabilities."""
+    events = [entry.event for entry in entries]
+    parts = [part for e in events for part in (e.deltas if isinstance(e, Tokens) else [e])]
+    return sum(1 + len(i.top) for part in parts for i in getattr(part, "logprobs", None) or ())
 
 
 def answer_of(view: JobView, entries: Iterable[LogEntry], labels: Sequence[str]) -> Output:
@@ -121,13 +138,6 @@ def answer_of(view: JobView, entries: Iterable[LogEntry], labels: Sequence[str])
     built = answer.build(view.num_prompt_tokens)
     # Parts of it are encoded already.
     return {"result": msgspec.json.decode(msgspec.json.encode(built))}
-
-
-def _choice(job: Job, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    output: dict[str, Any] = {"text": text}
-    if job.endpoint is Endpoint.CHAT:
-        output = {"message": {"role": "assistant", "content": text}}
-    return {"index": index, **output, "finish_reason": finish_reason}
 
 
 log = logging.getLogger("batchway.callbacks")
@@ -179,6 +189,7 @@ class Deliverer:
     _store: ObjectStore | None
     _random: Random
     _tracing: Tracing
+    _tokenizers: LRUCache[str, TokenTexts]
 
     async def attempt(self, taken: Taken) -> None:
         """Makes one attempt and records its outcome. If sending the message raises, the attempt has
@@ -269,8 +280,8 @@ class Deliverer:
         return full if len(full) <= MAX_BYTES else thin
 
     async def _output(self, record: OutboxRecord) -> Output | None:
-        """The job's texts, response or vectors; None if they are not stored as a whole, or are too
-        long. Raises PayloadError."""
+        """The job's choices, response or vectors; None if they are not stored as a whole, or are
+        too long. Raises PayloadError."""
         found = await self._log(record)
         if found is None:
             return None
@@ -278,16 +289,38 @@ class Deliverer:
         job = view.job
         if job.pooling is not None:
             return await self._vectors(view, entries)
+        if num_logprobs(entries) * _LEAST_BYTES > MAX_BYTES:
+            return None
+        texts = await self._texts_for(job)
         if job.endpoint is not Endpoint.RESPONSES:
-            return choices_of(job, entries)
-        if job.params.logprobs is not None:
-            return None  # the texts of its tokens are known to gateways alone
+            if job.stored_prompt is not None and (job.return_token_ids or job.needs_tokenizer):
+                job = with_prompts(job, await self._object(job.stored_prompt.ref))
+            return await asyncio.to_thread(choices_of, view, job, entries, texts)
         request = job.response
         if job.stored_response is not None:
-            if self._store is None:
-                return None
-            request = await asyncio.to_thread(self._store.get, job.stored_response)
-        return response_of(view, request, entries)
+            request = await self._object(job.stored_response)
+        return response_of(view, request, entries, texts)
+
+    async def _object(self, ref: ObjectRef) -> bytes:
+        """Raises PayloadError."""
+        if self._store is None:
+            raise PayloadLost("there is no object store")
+        return await asyncio.to_thread(self._store.get, ref)
+
+    async def _texts_for(self, job: Job) -> TokenTexts | None:
+        """None if the answer shows none. Raises PayloadLost if they cannot be read."""
+        if not job.needs_tokenizer:
+            return None
+        try:
+            card = await self._catalogue.model(job.model)
+            sha256 = "" if card is None else card.tokenizer_sha256
+            if sha256 not in self._tokenizers:
+                files = await self._catalogue.tokenizer(sha256)
+                texts = await asyncio.to_thread(TokenTexts, files.tokenizer_json, tokenizers)
+                self._tokenizers[sha256] = texts
+        except (WireError, ValueError) as exc:
+            raise PayloadLost("the tokenizer cannot be read") from exc
+        return self._tokenizers[sha256]
 
     async def _vectors(self, view: JobView, entries: Sequence[LogEntry]) -> Output | None:
         if view.status is not JobStatus.SUCCEEDED or num_vector_bytes(entries) > MAX_BYTES:

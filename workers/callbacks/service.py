@@ -12,6 +12,7 @@ import signal
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 
+from cachetools import LRUCache
 from redis.exceptions import ResponseError
 
 from contract.catalogue import Catalogue
@@ -21,6 +22,7 @@ from contract.outbox import Outbox, Taken
 from contract.payloads import open_store
 from contract.shards import OpenShards, Shard
 from contract.telemetry.tracing import Tracing
+from contract.token_texts import TokenTexts
 from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
@@ -30,6 +32,7 @@ log = logging.getLogger("batchway.callbacks")
 
 EXIT_DENIED = 3
 
+MAX_TOKENIZERS = 4  # for log probabilities, which name tokens
 _PAUSE_S = 1.0  # while Redis is unreachable
 MAX_TAKEN = 16  # messages of one call, which Redis runs in a millisecond or two
 _OWN_THREADS = 4  # of the relay, beside one of each attempt: for its name, its object or AWS
@@ -65,6 +68,7 @@ class CallbackService:
         self._store = open_store(settings.object_store)
         self._tracing = Tracing(SERVICE)
         self._deliverers: dict[int, Deliverer] = {}  # by partition
+        self._tokenizers: LRUCache[str, TokenTexts] = LRUCache(MAX_TOKENIZERS)
         self._rq_client = open_redis(settings.redis_url)
         self._attempts = AttemptQueue(self._rq_client, settings.namespace, settings.key)
         self._relays: list[asyncio.Task[None]] = []
@@ -145,6 +149,7 @@ class CallbackService:
             self._store,
             random.Random(),
             self._tracing,
+            self._tokenizers,
         )
 
     async def _relay(self, outbox: Outbox) -> None:

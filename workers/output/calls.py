@@ -5,9 +5,9 @@ The text between the marks of a call has one of several syntaxes; each has a rea
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import regex
 
@@ -26,6 +26,7 @@ from workers.output.literals import (
     as_object,
     dumped,
     escaped,
+    parsed,
     read_json,
     read_literal,
     read_string,
@@ -42,11 +43,13 @@ class CallReader(ABC):
     def __init__(
         self,
         format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
+        tools: "_Tools",
         text: GrowingText,
         message: MessageBuilder,
+        alternatives: "Alternatives",
     ) -> None:
         self._text, self._message, self._tools = text, message, tools
+        self._alternatives = alternatives
         self._is_bare = format_.is_bare
         self._prepare(format_)
         self._head = compiled(self.head)
@@ -139,7 +142,7 @@ class ObjectCall(CallReader):
 
     def _prepare(self, format_: ToolFormat) -> None:
         self._name_key = format_.name_key
-        self._arguments_keys = {format_.arguments_key, "arguments", "parameters"}
+        self._arguments_keys = {format_.arguments_key, "arguments", "parameters", "args"}
 
     def read(self) -> Reading[bool]:
         if (yield from self._text.match(self._head)) is None:
@@ -284,46 +287,70 @@ _CDATA = compiled(r"<!\[CDATA\[")
 _CDATA_END = compiled(r"\]\]>")
 
 
+_TYPES = {"integer": int, "number": int | float, "array": list, "object": dict}
+
+
 @dataclass(slots=True)
 class _Value:
-    """An argument: a string is passed on as it comes, any other value once it is whole."""
+    """An argument: a string is passed on as it comes, any other value once it is whole.
+    `alternatives`: what a string may be instead."""
 
     message: MessageBuilder
     key: str
     is_string: bool
+    alternatives: Collection[str] = ()
     text: str = ""
+    is_open: bool = False  # a string has begun
 
     def begin(self) -> None:
         self.message.argue(f"{dumped(self.key)}: ")
-        if self.is_string:
-            self.message.argue('"')
+        self.add("")
 
     def add(self, text: str) -> None:
-        if self.is_string:
+        if self.is_open:
             self.message.argue(escaped(text))
-        else:
-            self.text += text
+            return
+        self.text += text
+        if self.is_string and not self._may_differ:
+            self.message.argue(f'"{escaped(self.text)}')
+            self.is_open = True
 
     def end(self) -> None:
-        self.message.argue('"' if self.is_string else dumped(value_of(self.text)))
+        self.message.argue('"' if self.is_open else dumped(self._value()))
 
     def cut(self) -> None:
         """Ends the value, in which the text has ended."""
-        if not self.is_string:
-            value = value_of(self.text)
+        if not self.is_open:
+            value = self._value()
             self.message.argue(f'"{escaped(value)}' if isinstance(value, str) else dumped(value))
+
+    @property
+    def _may_differ(self) -> bool:
+        return any(each in _TYPES or each.startswith(self.text) for each in self.alternatives)
+
+    def _value(self) -> Any:
+        if not self.is_string:
+            return value_of(self.text)
+        try:
+            value = parsed(self.text)
+        except ValueError:
+            return self.text
+        types = [_TYPES[each] for each in self.alternatives if each in _TYPES]
+        is_other = not isinstance(value, bool) and any(isinstance(value, each) for each in types)
+        return value if is_other or self.text in self.alternatives else self.text
 
 
 class TagCall(CallReader):
-    """Reads NAME middle (key_open KEY key_close VALUE value_close)*"""
+    """Reads NAME middle (key_open KEY key_close VALUE value_close)*. A value without its closing
+    mark ends before the next key, or with the call."""
 
     def _prepare(self, format_: ToolFormat) -> None:
         self._has_cdata = format_.has_cdata
+        self._outer = _outer(format_)
         key_open, key_close = loose(format_.key_open), loose(format_.key_close)
         space = format_.key_close[len(format_.key_close.rstrip()) :]
-        self._key = compiled(
-            rf"\s*{key_open}\s*(?P<key>[^<>\n]{{1,256}}?)\s*{key_close}(?P<grows>{_or_none(space)})"
-        )
+        key = rf"{key_open}\s*(?P<key>[^<>\n]{{1,256}}?)\s*{key_close}"
+        self._key = compiled(rf"\s*{key}(?P<grows>{_or_none(space)})")
         closing = pieces_of(format_.close)
         ending = pieces_of(format_.end)
         follows = "|".join([key_open, *closing, *ending])
@@ -332,24 +359,33 @@ class TagCall(CallReader):
             *(compiled(rf"\s*{piece}") for piece in closing),
             *(compiled(rf"\s*(?={piece})") for piece in ending),
         ]
-        space = format_.value_close[: -len(format_.value_close.lstrip())]
-        end = rf"{_or_none(space)}{loose(format_.value_close)}"
-        self._value_end = compiled(rf"{end}\s*(?={follows})")
-        self._last_value_end = compiled(rf"{end}\s*(?:(?={follows})|\Z)")
+        close = format_.value_close
+        before, after = close[: -len(close.lstrip())], close[len(close.rstrip()) :]
+        end = rf"{_or_none(before)}{loose(close)}\s*"
+        space = _or_none(before) + _or_none(after)
+        next_key = rf"{regex.escape(before) or space}(?={key})"
+        call_end = rf"(?P<call_end>{space}(?={'|'.join((*closing, *ending))}))"
+        unclosed = _unnamed(rf"{next_key}|{call_end}")
+        self._value_end = compiled(rf"{end}(?={follows})|{unclosed}")
+        self._last_value_end = compiled(rf"{end}(?:(?={follows})|\Z)|{unclosed}")
+        start = _unnamed(rf"(?P<next_call>{_opening(format_)}(?={self.head}))")
+        self._late_end = compiled(rf"{end}(?={follows})|{start}")
+        self._last_late_end = compiled(rf"{end}(?:(?={follows})|\Z)|{start}")
 
     def read(self) -> Reading[bool]:
         head = yield from self._text.match(self._head)
         if head is None:
             return False
+        if self._outer not in self._text.marked and head["name"] not in self._tools:
+            return False
         self._text.since_mark()
         self._message.call(head["name"], "{")
-        strings = self._tools.get(head["name"], ())
         is_first = True
         while (key := (yield from self._text.match(self._key))) is not None:
             if not is_first:
                 self._message.argue(", ")
             is_first = False
-            if not (yield from self._read_value(_Value(self._message, *_type_of(key, strings)))):
+            if not (yield from self._read_value(self._new_value(head["name"], key))):
                 return True
         is_closed = False
         for piece in self._closing:
@@ -357,6 +393,14 @@ class TagCall(CallReader):
         if is_closed or self._text.is_read:
             self._message.argue("}")
         return True
+
+    def _new_value(self, function: str, match: "regex.Match[str]") -> _Value:
+        """A value is a string as its mark says, or as the schema of the function does."""
+        key, type_ = match["key"], match.groupdict().get("type")
+        if type_ is not None:
+            return _Value(self._message, key, type_ in ("string", "true"))
+        alternatives = self._alternatives.get(function, {}).get(key, ())
+        return _Value(self._message, key, key in self._tools.get(function, ()), alternatives)
 
     def _read_value(self, value: _Value) -> Reading[bool]:
         """Reads a value. Returns False if the text ends within it."""
@@ -367,15 +411,37 @@ class TagCall(CallReader):
         if end is None:
             value.cut()
             return False
+        if end["call_end"] is not None:
+            yield from self._read_late_end(value, len(end.group()))
         value.end()
         return True
 
+    def _read_late_end(self, value: _Value, num_back: int) -> Reading[None]:
+        """Behind a call's closing mark, which is part of the value if the value ends later."""
+        self._text.mark(num_back)
+        late = yield from self._text.until(self._late_end, lambda _: None, self._last_late_end)
+        if late is None or late["next_call"] is not None:
+            self._text.rewind()
+        else:
+            value.add(self._text.since_mark().removesuffix(late.group()))
 
-def _type_of(key: "regex.Match[str]", strings: tuple[str, ...]) -> tuple[str, bool]:
-    """Returns the key, and whether its value is a string."""
-    type_ = key.groupdict().get("type")
-    is_string = key["key"] in strings if type_ is None else type_ in ("string", "true")
-    return key["key"], is_string
+
+def _unnamed(pattern: str) -> str:
+    """The pattern without the groups of keys and names."""
+    return regex.sub(r"\?P<(?:key|type|name)>", "?:", pattern)
+
+
+def _outer(format_: ToolFormat) -> str:
+    """The first of two opening marks. Models omit it; then only a function that was offered can be
+    called."""
+    outer, _, inner = format_.open.rpartition("\n")
+    return outer if inner else ""
+
+
+def _opening(format_: ToolFormat) -> str:
+    outer = _outer(format_)
+    rest = loose(format_.open.removeprefix(outer))
+    return rf"(?:{loose(outer)}\s*)?{rest}" if outer else rest
 
 
 def _or_none(space: str) -> str:
@@ -383,13 +449,15 @@ def _or_none(space: str) -> str:
 
 
 _Tools = Mapping[str, tuple[str, ...]]
-_SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, MessageBuilder], CallReader]] = {
+Alternatives = Mapping[str, Mapping[str, tuple[str, ...]]]
+_SYNTAXES: dict[str, type[CallReader]] = {
     "object": ObjectCall,
     "json": JsonCall,
     "tags": TagCall,
     "python": PythonCalls,
     "gemma": GemmaCall,
 }
+_NOTHING = "\0"  # in no text
 _PYTHON_TAG = r"(?:<\|python_tag\|>)?"  # of Llama: before calls, at will
 
 
@@ -403,12 +471,15 @@ class CallsParser:
         tools: _Tools,
         text: GrowingText,
         message: MessageBuilder,
+        alternatives: Alternatives | None = None,
     ) -> None:
         self._text, self._message = text, message
-        self._call = _SYNTAXES[format_.syntax](format_, tools, text, message)
+        reader = _SYNTAXES[format_.syntax]
+        self._call = reader(format_, tools, text, message, alternatives or {})
         self.is_bare = format_.is_bare
-        head = self._call.head.replace("(?P<name>", "(?:")
-        begin, opening = _loose_begin(format_.begin), loose(format_.open)
+        self.last_mark = [_NOTHING, *(format_.end or format_.close).split()][-1]
+        head = _unnamed(self._call.head)
+        begin, opening = _loose_begin(format_.begin), _opening(format_)
         first = r"\s*".join(filter(None, (begin, opening)))
         if is_mark(format_.open) and begin:
             first = rf"(?:{begin}\s*)?{opening}"

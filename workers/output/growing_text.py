@@ -15,7 +15,17 @@ NAME = r"(?P<name>[\w.\-/]{1,256}?)"
 _ID = r"[^\s<>\[\]{}\"',|]*"
 _SPACE = r"\s*"
 _PUNCTUATION = "{}[]:,"
-_PIECES = regex.compile(r"\{id\}|\{type\}|\s+|.", regex.DOTALL)
+# Parts of literals that models also write otherwise, or leave out.
+_VARIANTS = {
+    "calls": "calls?",
+    "tool_calls": "tool(?:_?calls)?",
+    "functions.": r"(?:functions\.)?",
+}
+_PIECES = regex.compile(
+    r"calls(?=_section)|(?<=｜DSML｜)tool_calls|functions\.$"
+    r"|\{id\}|(?P<typed>\" \w+=\"\{type\}\")|\s+|.",
+    regex.DOTALL,
+)
 
 _SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
 
@@ -25,11 +35,15 @@ def loose(literal: str) -> str:
     """A pattern of the literal in which white space matches any or none, and may also occur between
     tags and around JSON's punctuation."""
     pattern = ""
-    for piece in _PIECES.findall(literal.strip()):
+    for found in _PIECES.finditer(literal.strip()):
+        piece = found.group()
         if piece == "{id}":
             pattern += _ID
-        elif piece == "{type}":
-            pattern += r"(?P<type>\w*)"
+        elif found["typed"]:
+            name = piece.strip('" ').partition("=")[0]
+            pattern += rf'"(?:\s+{name}="(?P<type>\w*)")?'
+        elif piece in _VARIANTS:
+            pattern += _VARIANTS[piece]
         elif piece.isspace():
             pattern = pattern.removesuffix(_SPACE) + _SPACE
         elif piece in _PUNCTUATION:
@@ -88,12 +102,30 @@ class GrowingText:
     def since_mark(self) -> str:
         """Returns the text read since the mark, which ends here."""
         assert self._mark is not None
-        text, self._mark = self._text[self._mark : self._at], None
+        text, self._mark = self.marked, None
         return text
+
+    def rewind(self) -> None:
+        """Returns to the mark, which ends here."""
+        assert self._mark is not None
+        self._at, self._mark = self._mark, None
 
     @property
     def is_marked(self) -> bool:
         return self._mark is not None
+
+    @property
+    def marked(self) -> str:
+        """The text read since the mark."""
+        return self._text[self._mark : self._at]
+
+    @property
+    def unread(self) -> str:
+        return self._text[self._at :]
+
+    @unread.setter
+    def unread(self, text: str) -> None:
+        self._text = self._text[: self._at] + text
 
     @property
     def is_read(self) -> bool:

@@ -23,6 +23,7 @@ from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
+from workers.output.stop_strings import StopStrings
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 _PYTHON_TAG = "<|python_tag|>"
@@ -41,14 +42,20 @@ class OutputFormats:
             for calls in (False, True)
         }
 
-    def parser(self, job: Job, prompt_ids: Sequence[int]) -> OutputParser | None:
-        """Returns a parser for one choice of a job; None if its output is plain text."""
+    def reads(self, job: Job) -> bool:
+        """Whether the output is read; otherwise it is plain text."""
+        has_calls = bool(job.tools) and self._tool_format is not None
+        return job.endpoint is not Endpoint.COMPLETIONS and (
+            has_calls or self._reasoning is not None
+        )
+
+    def parser(self, job: Job, prompt_ids: Sequence[int], stops: StopStrings) -> OutputParser:
+        """Returns a parser for one choice of a job."""
         tool_format = self._tool_format if job.tools else None
-        is_chat = job.endpoint is not Endpoint.COMPLETIONS
-        if not is_chat or (self._reasoning is None and tool_format is None):
-            return None
         prompt_end = self._tokenizer.decode(prompt_ids[-_END_TOKENS:], skip_special_tokens=False)
-        return OutputParser(tool_format, self._reasoning, prompt_end, job.tools)
+        return OutputParser(
+            tool_format, self._reasoning, prompt_end, job.tools, job.tool_alternatives, stops
+        )
 
     def hidden_ids(self, job: Job) -> frozenset[int]:
         """The special tokens that are not marks of the formats: they have no text."""
@@ -99,16 +106,16 @@ class ChoiceText:
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = context if self._prompt_end else []
-        self._stop = stop
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._held = ""  # decoded, but possibly the start of a stop string
-        self.is_stopped, self.stop_string = False, ""
+        self.stops = StopStrings(stop, min_tokens)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stops.is_stopped
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token releases. Sets `is_stopped` after a stop string."""
+        """Returns the text that this token releases. `is_stopped` after a stop string."""
         assert not self.is_stopped
-        self._num_tokens += 1
+        self.stops.count()
         if token_id in self._hidden_ids:
             return ""
         self._undecoded.append(token_id)
@@ -116,41 +123,19 @@ class ChoiceText:
         if piece is None:
             return ""
         self._undecoded.clear()
-        piece = self._after_prompt(piece)
-        if self._num_tokens <= self._min_tokens or not self._stop:
-            return piece
-        return self._release(self._held + piece)
+        return self.stops.push(self._after_prompt(piece))
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
-        text, self._held = self._held + self._after_prompt(rest), ""
         self._undecoded.clear()
-        return text
+        return self.stops.flush() + self._after_prompt(rest)
 
     def _after_prompt(self, text: str) -> str:
         """The first decoded text, without the prompt's."""
         text = text[len(os.path.commonprefix([text, self._prompt_end])) :]
         self._prompt_end = ""
         return text
-
-    def _release(self, text: str) -> str:
-        """Returns `text` up to its first stop string, or up to what may begin one."""
-        starts = [(start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if starts:
-            start, self.stop_string = min(starts)
-            self.is_stopped, self._held = True, ""
-            return text[:start]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        cut = len(text) - num_held
-        self._held = text[cut:]
-        return text[:cut]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
@@ -163,6 +148,8 @@ class Choice:
 
     text: ChoiceText
     parser: OutputParser | None  # None: the output is plain text
+    stop_token_ids: Collection[int] = ()  # that the engine, which knows no reasoning, does not have
+    min_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # logged or not
     finish_reason: FinishReason | None = None
     num_logged: int = 0
@@ -177,6 +164,9 @@ class Choice:
     def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
         """Adds a token and the text it releases. A stop token has no text."""
         self.token_ids.append(token_id)
+        is_due = token_id in self.stop_token_ids and len(self.token_ids) > self.min_tokens
+        if is_due and self.parser is not None and self.parser.in_answer:
+            finish_reason = FinishReason.STOP
         if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             self.end(FinishReason.STOP)
             return
@@ -215,6 +205,8 @@ class Choice:
         self.finish_reason = finish_reason
         if self.parser is not None:
             self.new.extend(self.parser.finish())
+            if self.text.is_stopped:  # in what only the end has shown to be the answer
+                self.finish_reason = finish_reason = FinishReason.STOP
             if finish_reason is FinishReason.STOP and self.parser.num_calls:
                 self.finish_reason = FinishReason.TOOL_CALLS
 
@@ -301,11 +293,14 @@ class HeldJob:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
     ) -> Choice:
         params, hidden_ids = self.job.params, None
-        parser = None if formats is None else formats.parser(self.job, prompt_ids)
-        if formats is not None and parser is not None:
+        if formats is not None and formats.reads(self.job):
             hidden_ids = formats.hidden_ids(self.job)
         text = ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens, hidden_ids)
-        return Choice(text, parser)
+        if formats is None or hidden_ids is None:
+            return Choice(text, None)
+        parser = formats.parser(self.job, prompt_ids, text.stops)
+        stop_token_ids = params.stop_token_ids if parser.may_reason else ()
+        return Choice(text, parser, stop_token_ids, params.min_tokens)
 
     @property
     def cost_tokens(self) -> int:
@@ -413,13 +408,16 @@ class HeldJob:
 
     def start_message(self) -> Request:
         """The message that makes the engine continue this job where its log ends."""
+        params = self.job.params
+        if any(choice.stop_token_ids for choice in self._choices):
+            params = replace(params, stop_token_ids=())
         return Request(
             self.job.id,
             self.epoch,
             self.job.tenant,
             self.job.lane,
             self.job.prompts,
-            self.job.params,
+            params,
             tuple([tuple(choice.token_ids) for choice in self._choices]),
             tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,
@@ -430,8 +428,8 @@ class HeldJob:
         )
 
     def take(self, out: TokenOut | VectorOut | ChoiceEnded) -> bool:
-        """Takes engine output. Returns whether it completes a stop string: the caller must stop the
-        choice in the engine, which has no text."""
+        """Takes engine output. Returns whether a stop string or token ends the choice here: the
+        caller must stop it in the engine, which knows no text and no reasoning."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
             return False  # computed before the engine received the stop
@@ -447,7 +445,7 @@ class HeldJob:
         choice.push(out.token_id, out.finish_reason)
         if out.logprob is not None:
             choice.new_logprobs.append(out.logprob)
-        return choice.text.is_stopped
+        return out.finish_reason is None and choice.finish_reason is not None
 
     def take_prompt(self, message: PromptLogprobsOut) -> None:
         self._scores[message.prompt].take(message.start, message.logprobs)
@@ -507,7 +505,7 @@ class HeldJob:
             tool_calls=tuple(choice.new.tool_calls),
             vector=choice.new_vector,
             num_reasoning=choice.num_reasoning - choice.num_reasoning_logged,
-            stop=choice.text.stop_string,
+            stop=choice.text.stops.found,
         )
         choice.num_reasoning_logged = choice.num_reasoning
         choice.num_logged = len(choice.token_ids)

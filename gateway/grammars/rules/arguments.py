@@ -15,25 +15,67 @@ from gateway.grammars.schemas.refusals import GrammarRefused, Path
 Schema = Mapping[str, Any]
 
 
-def string_parameters(schema: Schema) -> tuple[str, ...]:
-    """The names of the properties that are always strings."""
+def string_parameters(schema: Schema) -> dict[str, tuple[str, ...]]:
+    """The properties that may be strings, each with what else it may be: types, or values as JSON.
+    One that may be anything is left out."""
     properties = schema.get("properties")
-    if not isinstance(properties, dict):
-        return ()
-    known: dict[str, Any] = {}
-    return tuple(
-        name for name, each in properties.items() if is_string(resolved(each, schema, known))
-    )
+    kinds = _Kinds(schema)
+    given = properties.items() if isinstance(properties, dict) else ()
+    found = {name: kinds.of(each) or frozenset() for name, each in given}
+    return {
+        name: tuple(sorted(allowed - {"string"}))
+        for name, allowed in found.items()
+        if "string" in allowed
+    }
 
 
-def is_string(schema: Any) -> bool:
-    """Whether a schema, which refers to no other, allows nothing but strings."""
-    if not isinstance(schema, dict):
-        return False
-    if "type" in schema:
-        return schema["type"] in ("string", ["string"])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
+_MAX_KINDS = 64  # alternatives, or values, of one schema that are looked at
+_MAX_NESTED = 32
+
+
+class _Kinds:
+    """What the schemas of one document allow: types, and values other than strings as JSON; None:
+    anything."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._references: dict[str, Any] = {}
+        self._known: dict[int, frozenset[str] | None] = {}  # by the schema's id
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
+        schema = resolved(schema, self._root, self._references)
+        if not isinstance(schema, dict) or depth > _MAX_NESTED:
+            return None
+        if id(schema) not in self._known:
+            self._known[id(schema)] = frozenset()  # what a schema adds to itself
+            self._known[id(schema)] = self._named(schema, depth + 1)
+        return self._known[id(schema)]
+
+    def _named(self, schema: Schema, depth: int) -> frozenset[str] | None:
+        types = [each for each in _listed(schema.get("type", [])) if isinstance(each, str)]
+        keyword = next((each for each in _PARTS if each in schema), "")
+        parts = schema.get(keyword)
+        if (values := choices_of(schema)) is not None and types != ["string"]:
+            named = ["string" if isinstance(each, str) else json.dumps(each) for each in values]
+        elif types:
+            named = [each for each in types if each != "boolean"]
+            named += ["true", "false"] if "boolean" in types else []
+        elif isinstance(parts, list) and len(parts) <= _MAX_KINDS:
+            allowed = [self.of(part, depth) for part in parts]
+            sets = [each for each in allowed if each is not None]
+            if keyword == "allOf":
+                return frozenset.intersection(*sets) if sets else None
+            return frozenset().union(*sets) if sets == allowed else None
+        else:
+            return None
+        return frozenset(named) if len(named) <= _MAX_KINDS else None
+
+
+_PARTS = ("anyOf", "oneOf", "allOf")
+
+
+def _listed(types: Any) -> Sequence[Any]:
+    return types if isinstance(types, list) else [types]
 
 
 def resolved(schema: Any, root: Schema, known: dict[str, Any] | None = None) -> Any:
@@ -159,6 +201,7 @@ class TagArguments(Arguments):
     ) -> None:
         super().__init__(lark, name, schema, is_strict)
         self._format = format_
+        self._kinds = _Kinds(schema)
 
     def whole(self) -> str:
         schema = self.parameters()
@@ -172,32 +215,76 @@ class TagArguments(Arguments):
         return self.sequence(items, "")
 
     def _argument(self, name: str, schema: Any, path: Path) -> str:
-        literal, format_ = self.lark.literal, self._format
+        open_, close = self.lark.literal(self._format["key_open"]), self._format["key_close"]
+        types = frozenset(_LOOKS).intersection(self._kinds.of(schema) or ())
+        values = list(self._values(schema, path, types)) or [(_STRING_TYPES, self._text({}, path))]
+        return either(
+            *(f"{open_} {name} {self.lark.literal(close, mark)} {value}" for mark, value in values)
+        )
+
+    def _values(
+        self, schema: Any, path: Path, types: frozenset[str], within: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[Sequence[str], str]]:
+        """Yields rules for the values that a schema allows, each with its closing mark, and what
+        the opening mark may say of them. `types`: what the argument may be beside a string;
+        `within`: the ids of the schemas of which this one is a part."""
         value = resolved(schema, self.root)
-        is_text = is_string(value) or says_nothing(value)
-        types = _STRING_TYPES if is_text else _OTHER_TYPES
-        key = f"{literal(format_['key_open'])} {name} {literal(format_['key_close'], types)}"
-        close = format_["value_close"]
-        if is_text:
-            return f"{key} {self._text(value if isinstance(value, dict) else {}, close, path)}"
+        if says_nothing(value):
+            yield _STRING_TYPES, self._text({}, path, types)
+            return
+        if not isinstance(value, dict) or "string" not in (self._kinds.of(value) or ()):
+            yield _OTHER_TYPES, self._json(schema)
+            return
+        names = _listed(value.get("type", ()))
+        keyword = next((each for each in _PARTS if each in value), "")
+        if (choices := choices_of(value)) is not None:
+            yield _STRING_TYPES, self._text(value, path)
+            rest = [each for each in choices if not isinstance(each, str)]
+            if rest and names != ["string"]:
+                yield _OTHER_TYPES, self._json({"enum": rest})
+        elif "type" in value:
+            self.check(value, OF_TEXTS if names == ["string"] else _OF_SEVERAL, path)
+            yield _STRING_TYPES, self._text(value, path, types)
+            if rest := [each for each in names if each != "string"]:
+                yield _OTHER_TYPES, self._json({**value, "type": rest})
+        elif keyword != "allOf" or len(value[keyword]) == 1:
+            self.check(value, frozenset({keyword}), path)
+            for i, part in enumerate(value[keyword] if id(value) not in within else ()):
+                place = (*path, keyword, str(i))
+                yield from self._values(part, place, types, within | {id(value)})
+        else:
+            self.check(value, frozenset(), path)
+            yield _STRING_TYPES, self._text({}, path, types)
+
+    def _json(self, schema: Schema) -> str:
         defined = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
         whole = json_rule({**defined, **schema}, self.is_strict)
-        return f"{key} {whole} {literal(close)}"
+        return f"{whole} {self.lark.literal(self._format['value_close'])}"
 
-    def _text(self, schema: Schema, close: str, path: Path) -> str:
+    def _text(self, schema: Schema, path: Path, types: frozenset[str] = frozenset()) -> str:
+        """A rule for strings that are not read as values of the types."""
+        close = self._format["value_close"]
         if (choices := choices_of(schema)) is not None:
             self.check(schema, OF_CHOICES, path)
             texts = [quoted(each) for each in choices if isinstance(each, str)]
             return f"{either(*texts)} {self.lark.literal(close)}"
-        self.check(schema, OF_TEXTS, path)
-        return self.raw(f"/(?s:.){times(schema)}/", close)
+        unlike = "".join(f" & ~/{_LOOKS[each]}/" for each in sorted(types))
+        return self.raw(f"/(?s:.){times(schema)}/{unlike}", close)
 
 
+# Texts that are read as values of a type, where strings are allowed, too.
+_LOOKS = {
+    "array": r"(?s:\s*\[.*)",
+    "object": r"(?s:\s*\{.*)",
+    "integer": r"\s*-?[0-9.eE+\-]+\s*",
+    "number": r"\s*-?[0-9.eE+\-]+\s*",
+}
 _OF_ARRAYS = frozenset({"type", "items", "minItems", "maxItems"})
 _OF_NUMBERS = frozenset(
     {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 _PATTERNS = frozenset({"pattern", "format"})
+_OF_SEVERAL = OF_TEXTS | OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS
 _ALTERNATIVES = ("anyOf", "oneOf")  # no `oneOf` here overlaps: JSON's grammar took it
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.\-]+")
 _NUMBERS = {  # limited to a size that every reader accepts

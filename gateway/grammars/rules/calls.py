@@ -6,8 +6,9 @@ reasoning.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from gateway.grammars.rules.arguments import GemmaArguments, PythonArguments, TagArguments
 from gateway.grammars.rules.lark import ANY_TEXT, Lark, either, json_rule, maybe, quoted
@@ -101,6 +102,8 @@ class ToolCalls(TypedDict):
     functions: Sequence[tuple[int, str, Any, bool]]
     is_forced: bool  # False: the output may also be text, or begin with text
     may_repeat: bool
+    # Unless calls are forced, the constraint of an answer instead of calls: a request to compile.
+    answer: NotRequired[Mapping[str, Any] | None]
 
 
 def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
@@ -108,6 +111,8 @@ def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
     rules = _CallRules(lark, calls)
     if calls["is_forced"]:
         return frame.around(call=rules.calls())
+    if calls.get("answer") is not None:
+        return frame.around("@answer", rules.calls())
     if frame.marks_answers:
         return frame.around(frame.free_text(rules.beginning_ids), rules.calls())
     if calls["is_bare"]:
@@ -128,7 +133,7 @@ class _CallRules:
     """The rules of consecutive calls: `head ONE …`."""
 
     def __init__(self, lark: Lark, calls: ToolCalls) -> None:
-        self._lark, self._format = lark, calls["format"]
+        self._lark, self._format, self._is_bare = lark, calls["format"], calls["is_bare"]
         self._may_repeat = calls["may_repeat"] and self._format["between"] is not None
         names = [self._call(*function) for function in calls["functions"]]
         self._one = lark.rule("call", " | ".join(names))
@@ -208,6 +213,9 @@ class _CallRules:
         is_first = bool(format_["id_first"])
         named = f"{json.dumps(format_['name_key'])}: {json.dumps(name)}"
         before = f"{id_}, {named}" if id_ and is_first else named
-        start = self._lark.literal(f"{{{before}, {json.dumps(format_['arguments_key'])}: ")
+        opening = f"{{{before}, {json.dumps(format_['arguments_key'])}: "
+        start = self._lark.literal(opening)
+        if self._is_bare:  # in the terminals of JSON, which an answer may be, too
+            start = " ".join(map(quoted, re.findall(r'"[^"]*"|[^"\s]\s?', opening)))
         end = self._lark.literal(f", {id_}}}" if id_ and not is_first else "}")
         return f"{start} {arguments} {end}"

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from contract.answers import whole_calls
 from contract.errors import ErrorCode
 from contract.events import ChoiceDelta, LogEntry, LogEvent, Prompt, Tokens, ToolCallDelta
 from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
 from contract.jobs import Endpoint, FinishReason, Job, default_seed
-from gateway.follow.answers import whole_calls
 from gateway.follow.streams import answer_to, built
 from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.prepare.conditions import Facts, choose_target

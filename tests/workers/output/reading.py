@@ -7,6 +7,7 @@ from typing import Any
 
 from contract.output_formats import ReasoningFormat, ToolFormat
 from tests.workers.output.writing import Call
+from workers.output.calls import Alternatives
 from workers.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from workers.output.message import ResponseDelta
 from workers.output.parser import OutputParser
@@ -28,8 +29,9 @@ def read(
     reasoning: ReasoningFormat | None = None,
     prompt_end: str = "",
     tools: Mapping[str, tuple[str, ...]] = TOOLS,
+    alternatives: Alternatives | None = None,
 ) -> ResponseDelta:
-    parser = OutputParser(calls, reasoning, prompt_end, tools)
+    parser = OutputParser(calls, reasoning, prompt_end, tools, alternatives)
     message = ResponseDelta()
     for part in [parts] if isinstance(parts, str) else parts:
         message.extend(parser.push(part))

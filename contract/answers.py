@@ -20,12 +20,12 @@ from contract.events import (
 )
 from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
 from contract.response_events import ShowLogprobs, call_id
-from gateway.models.tokens import ModelTokenizer, TextStream
+from contract.token_texts import TextStream, TokenTexts
 
 _LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
 
 
-def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: TokenTexts, items: Sequence[TokenLogprob]) -> dict[str, Any]:
     content = [
         {
             **_chat_token(tokenizer, item.token_id, item.logprob),
@@ -36,12 +36,12 @@ def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> d
     return {"content": content, "refusal": None}
 
 
-def response_logprobs(tokenizer: ModelTokenizer | None) -> ShowLogprobs | None:
+def response_logprobs(tokenizer: TokenTexts | None) -> ShowLogprobs | None:
     """Returns what shows log probabilities of a response's text; None without a tokenizer."""
     return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
 
 
-def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
     return {
         "token": raw.decode(errors="replace"),
@@ -51,7 +51,7 @@ def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dic
 
 
 def completion_logprobs(
-    tokenizer: ModelTokenizer, items: Sequence[TokenLogprob], stream: TextStream
+    tokenizer: TokenTexts, items: Sequence[TokenLogprob], stream: TextStream
 ) -> dict[str, list[Any]]:
     """The format of /v1/completions. `stream` is the text before these tokens."""
     texts = [_text(tokenizer, item.token_id) for item in items]
@@ -68,7 +68,7 @@ def completion_logprobs(
 
 
 def listed_logprob(
-    tokenizer: ModelTokenizer, item: TokenLogprob, num_top: int
+    tokenizer: TokenTexts, item: TokenLogprob, num_top: int
 ) -> dict[str, dict[str, Any]]:
     """vLLM's entry for a prompt token: the token itself first, then the most likely ones, by token
     id."""
@@ -84,7 +84,7 @@ def listed_logprob(
     }
 
 
-def _text(tokenizer: ModelTokenizer, token_id: int) -> str:
+def _text(tokenizer: TokenTexts, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
@@ -95,9 +95,7 @@ def _finite(logprob: float) -> float:
 class PromptPart:
     """One prompt of a job, as responses show it. Without a tokenizer it shows nothing."""
 
-    def __init__(
-        self, job: Job, prompt_ids: tuple[int, ...], tokenizer: ModelTokenizer | None
-    ) -> None:
+    def __init__(self, job: Job, prompt_ids: tuple[int, ...], tokenizer: TokenTexts | None) -> None:
         self._job = job
         self.prompt_ids = prompt_ids
         self._tokenizer = tokenizer
@@ -225,7 +223,7 @@ class Chunks:
     def __init__(
         self,
         job: Job,
-        tokenizer: ModelTokenizer | None,
+        tokenizer: TokenTexts | None,
         *,
         includes_usage: bool = False,
         repeats_usage: bool = False,
@@ -373,7 +371,7 @@ def _role(choice: int) -> dict[str, Any]:
 class Answer:
     """A whole response, built from a job's events."""
 
-    def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
+    def __init__(self, job: Job, tokenizer: TokenTexts | None) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
