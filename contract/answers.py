@@ -243,6 +243,7 @@ class Chunks:
         self._num_reasoning = 0  # of them
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
+        self.needs_history = includes_usage or job.needs_tokenizer
 
     def reset(self) -> None:
         for prompt in self._prompts:
@@ -277,9 +278,11 @@ class Chunks:
             chunks[0] |= _of_prompt(self._job, self._prompts)
         return chunks
 
-    def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+    def end(self, num_prompt_tokens: int, num_output_tokens: int) -> list[dict[str, Any]]:
         """The last chunk, if the caller asked for usage."""
-        return self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}
+        if not self._includes_usage:
+            return []
+        return [self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}]
 
     def _used(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         return usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)

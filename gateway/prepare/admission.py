@@ -22,10 +22,9 @@ from gateway.http.errors import (
     UnknownJob,
     invalid_value,
 )
-from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.revocation import watch_key
 from gateway.prepare.schemas import ChatBody
+from gateway.prepare.unsupported import CallFields
 from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, job_of, name_of
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
@@ -65,9 +64,7 @@ class Caller(msgspec.Struct, frozen=True):
             lane_share=terms.lane_share,
         )
 
-    def job(
-        self, endpoint: Endpoint, body: CallBody | ResponseBody, lane: str = "", job_id: str = ""
-    ) -> Job:
+    def job(self, endpoint: Endpoint, body: CallFields, lane: str = "", job_id: str = "") -> Job:
         """The caller's job, which has no prompt yet; the lane is by default that of the body's
         service tier. Raises ApiError (403) if the key does not permit the lane, or a template of
         the body's own."""
@@ -318,7 +315,7 @@ Admin = Annotated[Caller, Security(caller_of, scopes=[Scope.ADMIN])]
 MetricsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.METRICS])]
 
 
-def _lane_of(endpoint: Endpoint, body: CallBody | ResponseBody) -> str:
+def _lane_of(endpoint: Endpoint, body: CallFields) -> str:
     """The lane of a call that does not name one."""
     default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
     return _LANE_OF_TIER.get(body.service_tier or "", default)

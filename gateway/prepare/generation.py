@@ -15,16 +15,16 @@ from contract.model_cards import GenerationDefaults, ModelCard, TokenizerFiles
 from gateway.grammars.compiler import Constraint
 from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.errors import (
-    CONTEXT_EXCEEDED,
     UNSUPPORTED,
     ApiError,
+    ContextExceeded,
     TemplateRefused,
     bad_request,
     invalid_value,
 )
+from gateway.models.past_calls import Rendered, one_call_each
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, tokenised
 from gateway.prepare.images import check_marks, read_images
-from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
     MAX_LISTED_IDS,
@@ -493,7 +493,7 @@ def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) ->
         f"requested {in_all} tokens ({prompt} in the {param}, {num_output} in "
         f"the completion). Please reduce the length of the {param} or completion."
     )
-    return bad_request(CONTEXT_EXCEEDED, message, param)
+    return ContextExceeded(message, param, prompt.num_tokens, card.context_length)
 
 
 def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:

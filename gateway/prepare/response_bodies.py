@@ -12,12 +12,10 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     model_validator,
 )
 
-from gateway.http.errors import UNSUPPORTED as CODE
-from gateway.http.errors import ApiError, bad_request
+from gateway.http.errors import ApiError
 from gateway.prepare.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -35,6 +33,7 @@ from gateway.prepare.schemas import (
     TopLogprobs,
     few_parts,
     image_source,
+    validated_chat,
 )
 from gateway.prepare.unsupported import (
     DESCRIPTIONS,
@@ -425,13 +424,9 @@ class ResponseBody(Templated, Sampled, CallFields):
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.of_chat()
         try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as exc:
-            error = exc.errors()[0]
-            path = [*error["loc"], error.get("ctx", {}).get("param")]
-            param = ".".join(str(part) for part in path if part is not None)
-            code = CODE if error["type"] == CODE else "invalid_value"
-            raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
+            return validated_chat(fields)
+        except ApiError as exc:
+            raise renamed(exc) from None
 
     @property
     def functions(self) -> list[FunctionTool]:

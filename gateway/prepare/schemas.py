@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     model_validator,
 )
 from pydantic_core import to_json
@@ -22,9 +23,10 @@ from pydantic_core import to_json
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.http.errors import MISSING, ApiError, invalid_value
+from gateway.http.errors import MISSING, ApiError, bad_request, invalid_value
+from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.models.past_calls import arguments_object, fitting_id
 from gateway.models.tokens import Cut
-from gateway.prepare.past_calls import arguments_object, fitting_id
 from gateway.prepare.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -56,6 +58,7 @@ MAX_TOOLS = 128
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Description = Annotated[str, Field(max_length=_MAX_TEXT)]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -187,7 +190,7 @@ class Function(Wanted):
     """A function that the model may call. `strict`: its calls always match `parameters`."""
 
     name: ToolName
-    description: Annotated[str, Field(max_length=16_384)] | None = None
+    description: Description | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
@@ -721,6 +724,18 @@ class ChatBody(WithTools, _SamplingBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def validated_chat(fields: dict[str, Any]) -> ChatBody:
+    """A chat that another call asks for. Raises ApiError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        path = [*error["loc"], error.get("ctx", {}).get("param")]
+        param = ".".join(str(part) for part in path if part is not None)
+        code = CODE if error["type"] == CODE else "invalid_value"
+        raise bad_request(code, f"{param}: {error['msg']}", param) from None
 
 
 class CompletionBody(_SamplingBody):

@@ -38,6 +38,7 @@ def integration(path: str, method: str) -> dict[str, Any]:
         ("/v1/chat/completions", ANY),
         ("/v1/completions", ANY),
         ("/v1/embeddings", ANY),
+        ("/v1/messages", ANY),
         ("/v1/responses", ANY),
         ("/v1/responses/{response}", "get"),
         ("/v1/jobs/{job}/events", ANY),
@@ -68,7 +69,7 @@ def test_other_routes_use_the_buffered_function() -> None:
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
     assert arguments["Function"] == {"Ref": "ApiFunctionAliaslive"}
-    assert len(paths()) == 8
+    assert len(paths()) == 9
     timeout_s = of_type("AWS::Lambda::Function")["ApiFunction"]["Timeout"]
     assert timeout_s * 1000 <= found["timeoutInMillis"]
 

@@ -17,9 +17,14 @@ HEAD = """\
 
 What was tried by `scripts/clients`, which writes this page, against `batchway up --fleet` on \
 the demo model, a random embedder and reranker and, *in italics*, on a model that reasons and \
-calls tools as Qwen3 does, whose answers are made up. Each client runs in an environment of its \
-own. What the server cannot do is refused with an error that names it.
+calls tools as Qwen3 does, whose answers are made up; coding agents on one that reads and edits a \
+file as it is asked to. Each client runs in an environment of its own. What the server cannot do \
+is refused with an error that names it.
 
+- **Claude Code**: `ANTHROPIC_BASE_URL` is the server without `/v1`, `ANTHROPIC_AUTH_TOKEN` an API \
+key, `ANTHROPIC_MODEL` and `ANTHROPIC_DEFAULT_HAIKU_MODEL` a model whose context holds 20,000 \
+tokens of instructions and tools beside the work; `CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1` \
+keeps it from other servers. Its web search fails: no server of it is here.
 - **LangChain**: `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`; otherwise it sends \
 token ids of OpenAI's tokenizer in place of texts.
 - **LiteLLM**: `infinity/` needs `return_documents=False` and drops `max_tokens_per_doc`, as \

@@ -44,6 +44,7 @@ COUNTED = {
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/classify"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/responses", "/v1/responses/input_tokens"),
     *("/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/jobs", "/v1/jobs/replay", "/v1/quote", "/v1/batches"),
 }
 

@@ -17,6 +17,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.gateway.test_messages import events_in
 from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +137,19 @@ async def test_a_call_that_meets_the_limit_becomes_a_job(
     job = await ended(limited, answer.json()["id"])
     assert job["result"]["choices"][0]["text"] == "Hello wörld!"
     assert job["timings"]["deadline_at"] - job["timings"]["queued_at"] > 80_000
+
+
+async def test_a_stream_of_a_message_at_the_time_limit_ends_with_an_error(
+    limited: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Which Anthropic's clients raise: they would take any other event for the answer's end."""
+    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+    call = asyncio.create_task(limited.post("/v1/messages", json=body | {"stream": True}))
+    claimed = await idle_worker.claim()
+    await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
+    *_, delta, error = events_in(await call)
+    assert (delta["type"], error["type"]) == ("content_block_delta", "error")
+    assert (error["error"]["code"], error["id"]) == ("became_job", claimed.job.id)
 
 
 async def test_a_stream_at_the_time_limit_tells_where_to_resume(

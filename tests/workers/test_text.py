@@ -58,6 +58,13 @@ def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
     assert all(expected.startswith("".join(pieces[:n])) for n in range(len(pieces)))
 
 
+def test_the_stop_string_that_ends_a_choice_is_named() -> None:
+    """The one at the first place."""
+    choice = ChoiceText(tokenizer, (65,), ("bcd", "ab"), 0)
+    assert "".join(map(choice.push, encode_text("xab"))) == "x"
+    assert (choice.is_stopped, choice.stops.found) == (True, "ab")
+
+
 def test_a_stop_that_is_shown_ends_the_text() -> None:
     """Whole, and nothing is held back for it."""
     choice = ChoiceText(tokenizer, (), ("bc",), 0, shows_stop=True)

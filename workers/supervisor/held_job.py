@@ -532,6 +532,7 @@ class HeldJob:
             tool_calls=tuple(choice.new.tool_calls),
             vector=choice.new_vector,
             num_reasoning=choice.num_reasoning - choice.num_reasoning_logged,
+            stop=choice.text.stops.found,
         )
         choice.num_reasoning_logged = choice.num_reasoning
         choice.num_logged = len(choice.token_ids)
