@@ -31,7 +31,8 @@ They were tried without any other network. `MODEL` is a name of `GET /v1/models`
 any key will do. Tell an agent the model's context: it shortens its history before that is full.
 
 **Claude Code**: `ANTHROPIC_BASE_URL=http://127.0.0.1:8000`, `ANTHROPIC_AUTH_TOKEN=KEY`, \
-`ANTHROPIC_MODEL=MODEL`, `ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL`; \
+`ANTHROPIC_MODEL=MODEL`, `ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL`, \
+`CLAUDE_CODE_AUTO_COMPACT_WINDOW=65536`; \
 `CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1` switches off telemetry and updates.
 
 **Codex CLI**: in `~/.codex/config.toml`, with the key in `BATCHWAY_API_KEY`. Its tools \
@@ -71,9 +72,16 @@ enabled = false
 ```
 
 **qwen-code**: `OPENAI_BASE_URL=http://127.0.0.1:8000/v1`, `OPENAI_API_KEY=KEY`, \
-`OPENAI_MODEL=MODEL`, `--auth-type openai`. In `~/.qwen/settings.json` \
-`{"general": {"enableAutoUpdate": false}, "privacy": {"usageStatisticsEnabled": false}}` switches \
-off updates and telemetry.
+`OPENAI_MODEL=MODEL`, `--auth-type openai`; in `~/.qwen/settings.json` `general` and `privacy` \
+switch off updates and telemetry.
+
+```json
+{
+  "model": {"generationConfig": {"contextWindowSize": 65536}},
+  "general": {"enableAutoUpdate": false},
+  "privacy": {"usageStatisticsEnabled": false}
+}
+```
 
 ## Results
 
@@ -83,7 +91,9 @@ off updates and telemetry.
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)}")
-    parser.add_argument("--write", action="store_true", help=f"write their rows of {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write their rows of {PAGE.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     results = {}
     with (

@@ -43,9 +43,9 @@ OPENCODE = {
     },
 }
 QWEN_CODE = {
+    "model": {"generationConfig": {"contextWindowSize": CONTEXT}},
     "general": {"enableAutoUpdate": False},
     "privacy": {"usageStatisticsEnabled": False},
-    "telemetry": {"enabled": False},
 }
 
 
@@ -93,6 +93,7 @@ AGENTS = {
             "ANTHROPIC_AUTH_TOKEN": KEY,
             "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(CONTEXT),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
         10_000,
