@@ -18,7 +18,7 @@ from contract.function_types import Submitted
 from contract.jobs import Job
 from gateway.follow.job_objects import accepted_object, accepted_response
 from gateway.follow.members import MODELS_HEADER, KnownMembers, cancel_whole, chosen_header
-from gateway.http.errors import rate_headers, to_call_error
+from gateway.http.errors import UnknownJob, rate_headers, to_call_error
 from gateway.http.sse import AnsweredOtherwise
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
@@ -229,6 +229,8 @@ class SyncCall:
             return
         try:
             status = await cancel_whole(self.gateway.broker, self.job)
+        except UnknownJob:
+            return  # it has ended and is forgotten
         except BatchwayError as exc:
             log.warning(
                 "caller gone, not cancelled (%s) job_id=%s", type(exc).__name__, self.job.id

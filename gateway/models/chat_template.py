@@ -4,6 +4,7 @@ The template comes from the model. It runs in jinja2's sandbox, in a process of 
 gateway.models.chat_template`, which imports nothing else of the gateway.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -200,14 +201,51 @@ def prepare(start: Any) -> Callable[[Any], str]:
         if (source := request.pop("source")) is not None:
             template = _of_caller(source, start["special_tokens"])
         try:
-            return template.render(**request)
+            return _rendered(template, request)
         except Refused:
-            described = [_described(tool) for tool in request["tools"] or ()]
-            if described == (request["tools"] or []):
+            messages = _in_turn(request["messages"])
+            if messages == request["messages"]:
                 raise
-        return template.render(**{**request, "tools": described})
+            with contextlib.suppress(Refused):
+                return _rendered(template, {**request, "messages": messages})
+            raise
 
     return answer
+
+
+def _rendered(template: ChatTemplate, request: Mapping[str, Any]) -> str:
+    try:
+        return template.render(**request)
+    except Refused:
+        described = [_described(tool) for tool in request["tools"] or ()]
+        if described == (request["tools"] or []):
+            raise
+    return template.render(**{**request, "tools": described})
+
+
+def _in_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages as strict templates take them: one system message, at the beginning, and later
+    ones as the user's; what a user says in several is one."""
+    shown: list[Mapping[str, Any]] = []
+    for message in messages:
+        role, last = message["role"], shown[-1] if shown else {"role": "system"}
+        if role in ("system", "developer"):
+            role = "system" if last["role"] == "system" else "user"
+        if shown and role == last["role"] and role in ("system", "user"):
+            shown[-1] = {**last, "content": _joined(last["content"], message["content"])}
+        else:
+            shown.append({**message, "role": role})
+    return shown
+
+
+def _joined(before: str | list[Any], after: str | list[Any]) -> str | list[Any]:
+    if isinstance(before, str) and isinstance(after, str):
+        return f"{before}\n{after}"
+    return [*_parts(before), *_parts(after)]
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _of_caller(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:

@@ -186,12 +186,11 @@ class PromptBody(CallFields):
     def shows_thinking(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def chat(self, *, folds_system: bool = False) -> ChatBody:
-        """The same call as a chat. `folds_system`: system messages after the first become the
-        user's, for templates that take none there. Raises ApiError."""
+    def chat(self) -> ChatBody:
+        """The same call as a chat. Raises ApiError."""
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
-        fields["messages"] = self._chat_messages(folds_system)
+        fields["messages"] = self._chat_messages()
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
         fields["reasoning_effort"] = config.effort
@@ -210,13 +209,12 @@ class PromptBody(CallFields):
         except ApiError as exc:
             raise _renamed(exc) from None
 
-    def _chat_messages(self, folds_system: bool) -> list[dict[str, Any]]:
+    def _chat_messages(self) -> list[dict[str, Any]]:
         """Turns of one role that follow each other become one, as Anthropic's do."""
         shown: list[dict[str, Any]] = []
         if self.system:
             shown.append({"role": "system", "content": [part.of_chat() for part in self.system]})
         for message in self.messages:
-            role = "user" if folds_system and message.role == "system" else message.role
             for block in message.content:
                 if block.type == "tool_result":
                     # Chat templates know no errors: the text tells.
@@ -225,8 +223,8 @@ class PromptBody(CallFields):
                     own = {"tool_call_id": block.tool_use_id, "content": parts or ""}
                     shown.append({"role": "tool", **own})
                     continue
-                if not shown or shown[-1]["role"] != role:
-                    shown.append({"role": role})
+                if not shown or shown[-1]["role"] != message.role:
+                    shown.append({"role": message.role})
                 _add(shown[-1], block)
         return shown
 
@@ -277,20 +275,18 @@ async def prepare_any_call(
         try:
             return await prepare_call(gateway, chat, job, submission)
         except ApiError as exc:
-            other = _otherwise(chat, body, exc)
+            other = _otherwise(chat, exc)
             if other is None:
                 raise _renamed(exc) from None
             chat = other
 
 
-def _otherwise(chat: ChatBody, body: PromptBody, error: ApiError) -> ChatBody | None:
+def _otherwise(chat: ChatBody, error: ApiError) -> ChatBody | None:
     """The chat in a form that the model may take; None if there is none. How much it thinks is only
     asked of it, but for not at all."""
     param = error.param or ""
     if error.code == UNSUPPORTED and param in (BUDGET, "reasoning_effort"):
         return None if getattr(chat, param) == "none" else chat.model_copy(update={param: None})
-    if param == "messages" and any(each.role == "system" for each in chat.messages[1:]):
-        return chat.model_copy(update={"messages": body.chat(folds_system=True).messages})
     return None
 
 

@@ -119,8 +119,6 @@ class ImagePart(StrictModel):
         return self
 
 
-_TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
-Text = Annotated[_TextParts, BeforeValidator(_parts, json_schema_input_type=str | _TextParts)]
 _InputParts = Annotated[
     list[Annotated[TextPart | ImagePart, Discriminator("type")]], Field(max_length=MAX_PARTS)
 ]
@@ -166,7 +164,7 @@ class FunctionCallItem(CalledFunction):
 class FunctionOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Text
+    output: Content
     id: ItemId | None = None
     status: Status | None = None
 
@@ -175,7 +173,9 @@ class FunctionOutputItem(StrictModel):
             "type": "function_call_output",
             "status": "completed",
             "call_id": self.call_id,
-            "output": "\n".join(part.text for part in self.output),
+            "output": [part.model_dump(exclude_none=True) for part in self.output]
+            if any(part.type == "input_image" for part in self.output)
+            else "\n".join(part.text for part in self.output if part.type != "input_image"),
         }
 
 

@@ -111,16 +111,16 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 texts = [part["text"] for part in item["content"] or item["summary"]]
                 messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
             case "message" if item["role"] == "assistant" and last and last.keys() <= _UNSPOKEN:
-                last["content"] = _content(item)
+                last["content"] = _content(item["content"])
             case "message":
-                messages.append({"role": item["role"], "content": _content(item)})
+                messages.append({"role": item["role"], "content": _content(item["content"])})
             case "function_call":
                 if last is None:
                     last = {"role": "assistant"}
                     messages.append(last)
                 last.setdefault("tool_calls", []).append(_call(item))
             case "function_call_output":
-                own = {"tool_call_id": item["call_id"], "content": item["output"]}
+                own = {"tool_call_id": item["call_id"], "content": _content(item["output"])}
                 messages.append({"role": "tool", **own})
     return messages
 
@@ -128,9 +128,10 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 _UNSPOKEN = {"role", "reasoning_content"}
 
 
-def _content(item: Item) -> str | list[dict[str, Any]]:
+def _content(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A chat's content: text alone, or its parts where there are images."""
-    parts = item["content"]
+    if isinstance(parts, str):
+        return parts
     if all(part["type"] != "input_image" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return [

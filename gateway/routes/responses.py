@@ -26,7 +26,7 @@ from gateway.follow.streams import response_stream, whole_response
 from gateway.follow.sync_call import SyncCall, TimeLimit
 from gateway.http import sse
 from gateway.http.bodies import unless_gone
-from gateway.http.errors import bad_request, invalid_value
+from gateway.http.errors import UnknownJob, bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
@@ -100,6 +100,8 @@ async def _forget_unstored(call: SyncCall, record: ResponseRecord) -> None:
         if await delete_whole(broker, job.id, job.tenant) is not None:
             await cancel_whole(broker, job)
             await delete_whole(broker, job.id, job.tenant)
+    except UnknownJob:
+        pass  # a client that leaves at the last event: forgotten already
     except BatchwayError as exc:
         log.warning("not forgotten yet (%s) job_id=%s", type(exc).__name__, job.id)
 

@@ -67,7 +67,7 @@ def _call(
     """A call of the first tool of these kinds."""
     for kind, words in kinds.items():
         for function in functions:
-            fields = function["parameters"].get("properties", {})
+            fields = function.get("parameters", {}).get("properties", {})
             found = {word: [f for f in fields if word in f.lower()] for word in words}
             if kind not in function["name"].lower() or not all(found.values()):
                 continue

@@ -18,7 +18,13 @@ LIMIT_S = 300.0  # for one client, mostly for imports
 DEMO, THINKER, AGENT = "demo", "thinker", "agent"  # of the models, those that write text
 _READY = "ready-for-clients"
 # Packages of npm, by the environments that have them.
-_NPM = {"openai-node": "openai@7.57.0", "claude-code": "@anthropic-ai/claude-code@2.1.332"}
+_NPM = {
+    "openai-node": "openai@7.57.0",
+    "claude-code": "@anthropic-ai/claude-code@2.1.332",
+    "codex": "@openai/codex@0.171.0",
+    "opencode": "opencode-ai@1.18.33",
+    "qwen-code": "@qwen-code/qwen-code@0.24.4",
+}
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -63,7 +69,8 @@ def prepare(client: Client) -> None:
         folder.symlink_to(Path(given).resolve())
     else:
         venv.create(folder, clear=True)
-        requirements = str(Path(__file__).parent / f"requirements/{client.environment}.txt")
+        file = "node" if client.environment in _NPM else client.environment
+        requirements = str(Path(__file__).parent / f"requirements/{file}.txt")
         pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "-qq"]
         # A client imports few of the modules.
         subprocess.run([*pip, "--no-compile", "-r", requirements], check=True)
@@ -80,7 +87,10 @@ CLIENTS = {
     "openai": Client("openai (Python)", "openai_python.py", ""),
     "openai-node": Client("openai (Node)", "openai_node.mjs", "openai-node"),
     "anthropic": Client("anthropic (Python)", "anthropic_python.py", "anthropic"),
-    "claude-code": Client("Claude Code", "claude_code.py", "claude-code", (AGENT,)),
+    "claude-code": Client("Claude Code", "coding_agent.py", "claude-code", (AGENT,)),
+    "codex": Client("Codex CLI", "coding_agent.py", "codex", (AGENT,)),
+    "opencode": Client("opencode", "coding_agent.py", "opencode", (AGENT,)),
+    "qwen-code": Client("qwen-code", "coding_agent.py", "qwen-code", (AGENT,)),
     "litellm": Client("LiteLLM", "litellm_sdk.py", "litellm"),
     "litellm-proxy": Client("LiteLLM proxy", "litellm_proxy.py", "litellm"),
     "langchain": Client("langchain-openai", "langchain_client.py", "langchain"),
@@ -139,13 +149,17 @@ def _failed(error: str) -> dict[str, Any]:
     return {"version": "?", "name": "the whole", "works": True, "error": error}
 
 
-def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One row for each client, in Markdown. In italics: on the model that reasons, too or alone."""
+def table(results: Mapping[str, Sequence[Mapping[str, Any]]], page: str) -> str:
+    """One row for each client, in Markdown; clients without results keep those of the page. In
+    italics: on models that reason, too or alone."""
     lines = ["| client | version | works | refused by name |", "|---|---|---|---|"]
-    for name, lined in results.items():
+    for name, client in CLIENTS.items():
+        start = f"| {client.title} | "
+        if (lined := results.get(name)) is None:
+            lines += [line for line in page.splitlines() if line.startswith(start)]
+            continue
         refused = "; ".join(line["name"] for line in lined if not (line["works"] or line["error"]))
-        version = lined[0]["version"]
-        lines.append(f"| {CLIENTS[name].title} | {version} | {_shown(lined)} | {refused} |")
+        lines.append(f"{start}{lined[0]['version']} | {_shown(lined)} | {refused} |")
     return "\n".join(lines) + "\n"
 
 

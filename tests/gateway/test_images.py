@@ -24,7 +24,7 @@ from gateway.http.errors import ApiError
 from gateway.prepare import images
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import Bearer, Gateways, error_of
-from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
 
@@ -228,6 +228,28 @@ async def test_a_response_takes_images_and_a_chain_keeps_them(
     again = (await seer.claim()).job
     assert len(again.images) == 1
     assert bytes(again.prompt_ids).startswith(b"What?<image>")
+
+
+async def test_a_function_may_return_images(seeing: tuple[httpx.AsyncClient, FakeWorker]) -> None:
+    """As a coding agent's tool that shows a file."""
+    http, seer = seeing
+    call = {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"}
+    output = [
+        {"type": "input_text", "text": "a.png "},
+        {"type": "input_image", "image_url": data_url(picture())},
+    ]
+    result = {"type": "function_call_output", "call_id": "c", "output": output}
+    body = {"model": SEES, "background": True, "max_output_tokens": 20, "input": [call, result]}
+    answer = await http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    job = (await seer.claim()).job
+    assert bytes(job.prompt_ids).endswith(b"a.png <image>")
+    assert len(job.images) == 1
+    items = await http.get(f"/v1/responses/{answer.json()['id']}/input_items")
+    assert items.json()["data"][0]["output"] == output
+    body["model"] = MODEL
+    answer = await http.post("/v1/responses", json=body)
+    assert error_of(answer) == (400, "input", "unsupported_parameter")
 
 
 async def test_a_replayed_job_has_images_of_its_own(

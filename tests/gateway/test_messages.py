@@ -481,8 +481,25 @@ async def test_a_model_that_cannot_be_told_to_think_thinks_as_it_does(
         assert check_error(answer, 400, "invalid_request_error").startswith("thinking: ")
 
 
+def said(role: str, words: str) -> dict[str, Any]:
+    return {"role": role, "content": words}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("messages", {"system": "S", "messages": [*HI, blocks("system", text("T"))]}),
+        ("chat/completions", {"messages": [said("system", "S"), *HI, said("developer", "T")]}),
+        ("responses", {"instructions": "S", "input": [*HI, said("developer", "T")]}),
+    ],
+)
 async def test_later_system_messages_become_the_users_where_the_template_takes_none(
-    redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, http: httpx.AsyncClient
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    functions: Functions,
+    http: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -495,10 +512,11 @@ async def test_later_system_messages_become_the_users_where_the_template_takes_n
     worker = FakeWorker(functions, "strict", "w-strict")
     await worker.beat()
     await until_listed(http, {"strict"})
-    turns = [*HI, blocks("system", text("T"))]
-    body = BODY | {"model": "strict", "system": "S", "messages": turns}
-    answer = await http.post("/v1/messages", json=body, headers={"prefer": "respond-async"})
-    assert answer.status_code == 202, answer.text
+    is_response = path == "responses"
+    body |= {"model": "strict"} | ({"background": True} if is_response else {"max_tokens": 20})
+    headers = {"prefer": "respond-async"}
+    answer = await http.post(f"/v1/{path}", json=body, headers=headers)
+    assert answer.status_code == (200 if is_response else 202), answer.text
     prompt = output_text((await worker.claim()).job.prompt_ids)
     assert prompt == "system: S\nuser: Hi\nT\n"
 

@@ -18,7 +18,7 @@ from contract.functions import Functions
 from contract.jobs import FinishReason, Job
 from tests.fakes import output_text
 from tests.fleet import until
-from tests.gateway.conftest import error_of
+from tests.gateway.conftest import Gateways, error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_structured import accepts
 from tests.workers.output.reading import split, tool_format
@@ -276,6 +276,20 @@ async def test_nothing_is_kept_of_a_call_that_is_not_stored(
     await until(is_gone)
     id_ = "resp_" + job.id.removeprefix("job-")
     assert (await http.get(f"/v1/responses/{id_}")).status_code == 404
+
+
+async def test_a_caller_may_leave_at_the_last_event(
+    gateways: Gateways, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Codex does: what is not stored is forgotten by then, and no warning says that it is."""
+    async with gateways() as http:
+        for _ in range(12):
+            body = {**BODY, "store": False, "stream": True}
+            async with http.stream("POST", "/v1/responses", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line == "event: response.completed":
+                        break
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -4,7 +4,9 @@ memory.
 
 import asyncio
 import contextlib
+import itertools
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -14,13 +16,15 @@ from pathlib import Path
 import httpx
 import pytest
 import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from contract.keys import Keys
 from gateway.child import Refused
 from gateway.child_process import ChildLimits
 from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
-from gateway.models.chat_template import ChatTemplate
+from gateway.models.chat_template import ChatTemplate, prepare
 from gateway.models.tokens import TemplateProcess
 from gateway.turns import Busy, Owner, work_for
 from tests.fakes import hash_tokenizer
@@ -117,6 +121,46 @@ def test_a_refusal_of_the_template_is_shortened() -> None:
     with pytest.raises(Refused) as refused:
         ChatTemplate("{{ raise_exception('x' * 5000) }}", {}).render(MESSAGES)
     assert len(str(refused.value)) < 300
+
+
+_TURNS = st.lists(
+    st.tuples(st.sampled_from(["system", "developer", "user", "assistant", "tool"]), st.booleans())
+)
+_SHOWN = (
+    "[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+)
+_STRICT = (
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('the first') }}{% endif %}"
+    "{% if m.role == 'user' and not loop.first and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('in turn') }}{% endif %}"
+)
+
+
+@given(turns=_TURNS)
+def test_strict_templates_get_all_that_was_said_in_their_order(
+    turns: list[tuple[str, bool]],
+) -> None:
+    """Coding agents send several system messages, and several of a user, in a row. Other templates
+    get the messages as they came."""
+
+    def prompt(source: str) -> str:
+        answer = prepare({"source": source, "tool_source": None, "special_tokens": {}})
+        return answer({"messages": messages, "tools": None, "source": None})
+
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": f"t{i} "}] if is_list else f"t{i} "}
+        for i, (role, is_list) in enumerate(turns)
+    ]
+    each = "{% for m in messages %}" + _SHOWN
+    as_sent = prompt(each + "{% endfor %}")
+    strict = prompt(each + _STRICT + "{% endfor %}")
+    assert re.findall(r"t\d+", strict) == [f"t{i}" for i in range(len(turns))]
+    roles = ["system" if role == "developer" else role for role, _ in turns]
+    assert re.findall(r"\[(\w+)\]", as_sent) == roles
+    pairs = [*itertools.pairwise(roles)]
+    is_taken = "system" not in roles[1:] and ("user", "user") not in pairs
+    assert not is_taken or strict == as_sent
 
 
 async def test_a_process_renders_one_request_after_another(templates: Templates) -> None:
