@@ -38,6 +38,7 @@ class Scope(StrEnum):
     INFERENCE = "inference"
     JOBS_READ = "jobs:read"
     JOBS_WRITE = "jobs:write"
+    TEMPLATES = "templates"  # of calls' own, which are programs in a sandbox
     METRICS = "metrics"  # of the whole installation, therefore not a default
     ADMIN = "admin"
 

@@ -42,6 +42,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     vector: bytes = b""  # of a prefill-only job's prompt: float32, little-endian
     num_reasoning: int = 0  # of the tokens, those of the reasoning with its marks
+    stop: str = ""  # the stop string that ended the choice
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt", gc=False):

@@ -91,6 +91,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: tuple[int, ...] = ()  # (): all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that never follow each other in outputs
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
@@ -100,9 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_steered(self) -> bool:
         """Whether its caller named what may end a choice, beside the cap."""
-        return bool(self.stop or self.stop_token_ids or self.grammar) or any(
-            bias > 0 for bias in self.logit_bias.values()
-        )
+        steers = self.stop or self.stop_token_ids or self.grammar or self.allowed_token_ids
+        return bool(steers) or any(bias > 0 for bias in self.logit_bias.values())
 
     def of_prompt(self, number: int) -> "SamplingParams":
         """The parameters of one of several prompts. The caller's seed applies to each prompt;
@@ -195,6 +199,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params: SamplingParams
     created_s: int  # Unix time at the gateway, for the `created` field of responses
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # in log probabilities
     echo: bool = False  # the response's text begins with the prompt
     # False: the caller's `max_tokens` was 0; the engine computes one token.
     shows_output: bool = True

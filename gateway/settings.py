@@ -242,6 +242,11 @@ class GatewaySettings(BaseSettings):
     clip_max_tokens: bool = _set(
         True, "whether `max_tokens` beyond the context is cut to what fits; otherwise it is refused"
     )
+    leaves_out_hosted_tools: bool = _set(
+        True,
+        "whether tools of a response that are no functions, such as `web_search`, are left out and "
+        "named in `x-ignored-parameters`; otherwise they are refused",
+    )
     lane_bound_tokens: NonNegativeInt | None = _set(
         None, "the tokens that may wait in a lane; 0: no limit. By default by Redis's memory"
     )

@@ -54,6 +54,7 @@ _CALLS = {
     "Vectors": _VECTORS,
 }
 _OTHERS = {
+    "Messages": "MessagesBody",
     "Jobs and quotes": "ChatJob",
     "Changes of a job": "JobChange",
     "Cancels by filter": "CancelBody",

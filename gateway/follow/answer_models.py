@@ -286,6 +286,23 @@ class ItemList(Page):
     data: list[dict[str, Any]]
 
 
+class MessageObject(Shown):
+    """Anthropic's."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="`text`, `thinking` and `tool_use`")
+    stop_reason: str
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class MessageTokens(BaseModel):
+    input_tokens: int
+
+
 class InputTokens(BaseModel):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

@@ -25,11 +25,14 @@ from gateway.models.tokens import ModelTokenizer, TextStream
 _LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
 
 
-def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: ModelTokenizer, items: Sequence[TokenLogprob], *, as_ids: bool = False
+) -> dict[str, Any]:
+    """`as_ids`: tokens are shown by their ids, as in vLLM."""
     content = [
         {
-            **_chat_token(tokenizer, item.token_id, item.logprob),
-            "top_logprobs": [_chat_token(tokenizer, *pair) for pair in item.top],
+            **_chat_token(tokenizer, item.token_id, item.logprob, as_ids),
+            "top_logprobs": [_chat_token(tokenizer, *pair, as_ids) for pair in item.top],
         }
         for item in items
     ]
@@ -41,23 +44,29 @@ def response_logprobs(tokenizer: ModelTokenizer | None) -> ShowLogprobs | None:
     return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
 
 
-def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
+def _chat_token(
+    tokenizer: ModelTokenizer, token_id: int, logprob: float, as_ids: bool
+) -> dict[str, Any]:
+    text = _text(tokenizer, token_id, as_ids)
     return {
-        "token": raw.decode(errors="replace"),
-        "bytes": list(raw),
+        "token": text,
+        "bytes": list(text.encode() if as_ids else tokenizer.token_bytes(token_id)),
         "logprob": _finite(logprob),
     }
 
 
 def completion_logprobs(
-    tokenizer: ModelTokenizer, items: Sequence[TokenLogprob], stream: TextStream
+    tokenizer: ModelTokenizer,
+    items: Sequence[TokenLogprob],
+    stream: TextStream,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, list[Any]]:
     """The format of /v1/completions. `stream` is the text before these tokens."""
-    texts = [_text(tokenizer, item.token_id) for item in items]
+    texts = [_text(tokenizer, item.token_id, as_ids) for item in items]
     tops: list[dict[str, float]] = []
     for text, item in zip(texts, items, strict=True):
-        top = {_text(tokenizer, token_id): _finite(logprob) for token_id, logprob in item.top}
+        top = {_text(tokenizer, each, as_ids): _finite(logprob) for each, logprob in item.top}
         tops.append({text: _finite(item.logprob)} | top)
     return {
         "text_offset": [stream.push(item.token_id)[0] for item in items],
@@ -84,7 +93,9 @@ def listed_logprob(
     }
 
 
-def _text(tokenizer: ModelTokenizer, token_id: int) -> str:
+def _text(tokenizer: ModelTokenizer, token_id: int, as_id: bool = False) -> str:
+    if as_id:
+        return f"token_id:{token_id}"
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
@@ -121,7 +132,11 @@ class PromptPart:
     def output_stream(self) -> TextStream:
         """The text of a choice, which follows the echo."""
         assert self._tokenizer is not None
-        return self._tokenizer.text_stream(self.prompt_ids, len(self.text))
+        return self._tokenizer.text_stream(
+            self.prompt_ids,
+            len(self.text),
+            skips_special=self._job.params.skip_special_tokens,
+        )
 
     def echoed_logprobs(self) -> dict[str, list[Any]] | None:
         """Log probabilities of an echo, in the format of completions; null for the first token."""
@@ -132,7 +147,12 @@ class PromptPart:
             TokenLogprob(item.token_id, item.logprob, item.top[:num_top]) for item in self._items
         ]
         first = TokenLogprob(self.prompt_ids[0], 0.0)
-        shape = completion_logprobs(self._tokenizer, [first, *items], self._tokenizer.text_stream())
+        shape = completion_logprobs(
+            self._tokenizer,
+            [first, *items],
+            self._tokenizer.text_stream(),
+            as_ids=self._job.return_tokens_as_token_ids,
+        )
         shape["token_logprobs"][0] = shape["top_logprobs"][0] = None
         return shape
 
@@ -239,6 +259,7 @@ class Chunks:
         self._num_reasoning = 0  # of them
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
+        self.needs_history = includes_usage or job.needs_tokenizer
 
     def reset(self) -> None:
         for prompt in self._prompts:
@@ -273,9 +294,11 @@ class Chunks:
             chunks[0] |= _of_prompt(self._job, self._prompts)
         return chunks
 
-    def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+    def end(self, num_prompt_tokens: int, num_output_tokens: int) -> list[dict[str, Any]]:
         """The last chunk, if the caller asked for usage."""
-        return self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}
+        if not self._includes_usage:
+            return []
+        return [self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}]
 
     def _used(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         return usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
@@ -334,13 +357,14 @@ class Chunks:
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if delta.logprobs is None or self._tokenizer is None:
             return None
+        as_ids = self._job.return_tokens_as_token_ids
         if self._job.endpoint is Endpoint.CHAT:
-            return chat_logprobs(self._tokenizer, delta.logprobs)
+            return chat_logprobs(self._tokenizer, delta.logprobs, as_ids=as_ids)
         if delta.choice not in self._streams:
             prompt = self._prompts[delta.choice // self._job.params.n]
             self._streams[delta.choice] = prompt.output_stream()
         stream = self._streams[delta.choice]
-        return completion_logprobs(self._tokenizer, delta.logprobs, stream)
+        return completion_logprobs(self._tokenizer, delta.logprobs, stream, as_ids=as_ids)
 
 
 def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
@@ -425,8 +449,9 @@ class Answer:
         if self._job.params.logprobs is None or self._tokenizer is None:
             return None
         items = [item for delta in deltas for item in delta.logprobs or ()]
+        as_ids = self._job.return_tokens_as_token_ids
         if self._job.endpoint is Endpoint.CHAT:
-            return chat_logprobs(self._tokenizer, items)
-        own = completion_logprobs(self._tokenizer, items, prompt.output_stream())
+            return chat_logprobs(self._tokenizer, items, as_ids=as_ids)
+        own = completion_logprobs(self._tokenizer, items, prompt.output_stream(), as_ids=as_ids)
         echoed = prompt.echoed_logprobs() or {}
         return {name: echoed.get(name, []) + values for name, values in own.items()}

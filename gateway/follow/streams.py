@@ -21,6 +21,7 @@ from contract.response_events import (
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place, worker_wait_fields
+from gateway.follow.message_events import MessageEvents
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
 from gateway.follow.sync_call import START, LogPosition, SyncCall, TimeLimit
 from gateway.http import sse
@@ -31,6 +32,7 @@ from gateway.state import Gateway
 
 log = logging.getLogger("batchway.gateway")
 
+_Shown = Chunks | MessageEvents | ResponseEvents
 _RESET = sse.message({"from": 0}, event="stream_reset")
 
 
@@ -88,11 +90,11 @@ def _log_answered(job: Job, end: End) -> None:
     )
 
 
-async def whole_answer(call: SyncCall) -> dict[str, Any]:
-    """The response of a call, once its job has ended. Raises ApiError if the job failed, and
-    AnsweredOtherwise if the call became a job."""
+async def whole_answer(call: SyncCall, message: MessageEvents | None = None) -> dict[str, Any]:
+    """The response of a call, once its job has ended: `message`, or OpenAI's. Raises ApiError if
+    the job failed, and AnsweredOtherwise if the call became a job."""
     gateway, job = call.gateway, call.job
-    answer = await answer_to(gateway, job)
+    answer = message or await answer_to(gateway, job)
     async for news in follow(gateway, job, call=call):
         match news:
             case LogEntry(event=End() as end):
@@ -128,7 +130,7 @@ async def answer_to(gateway: Gateway, job: Job) -> Answer | VectorAnswer:
 
 
 async def built(
-    answer: Answer | VectorAnswer, num_prompt_tokens: int, num_output_tokens: int
+    answer: Answer | MessageEvents | VectorAnswer, num_prompt_tokens: int, num_output_tokens: int
 ) -> dict[str, Any]:
     """The whole response; with vectors in a thread, because there may be millions of numbers."""
     if isinstance(answer, VectorAnswer):
@@ -142,11 +144,7 @@ def reset_error() -> ApiError:
 
 
 async def call_stream(
-    call: SyncCall,
-    *,
-    includes_usage: bool,
-    repeats_usage: bool,
-    has_ids: bool,
+    call: SyncCall, chunks: Chunks | MessageEvents, *, has_ids: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events of a synchronous call, from its position on.
 
@@ -162,9 +160,7 @@ async def call_stream(
     if starts_over:
         yield _RESET
         position = START
-    tokenizer = await gateway.tokenizer_for(job)
-    chunks = Chunks(job, tokenizer, includes_usage=includes_usage, repeats_usage=repeats_usage)
-    if includes_usage or job.needs_tokenizer:
+    if chunks.needs_history:
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id
@@ -176,8 +172,8 @@ async def call_stream(
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure
-                    if includes_usage:
-                        yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
+                    if last := chunks.end(end.prompt_tokens, end.output_tokens):
+                        yield _encoded(chunks, last)
                     break
                 case [*entries]:
                     if messages := _chunk_messages(chunks, entries, has_ids=has_ids):
@@ -191,24 +187,43 @@ async def call_stream(
                 case Reset() if has_sent:
                     raise reset_error()
                 case Idle() if heartbeat.is_due() and (has_sent or may_begin_early):
-                    yield sse.COMMENT if has_ids else sse.EMPTY_LINE
+                    yield _idle(chunks, has_ids=has_ids)
                     has_sent = True
             if call.time_limit.is_over(has_sent=has_sent):
                 if not has_sent:
                     raise await call.hand_over()
                 await call.detach()
-                yield _became_job(job, last_id)
+                yield _became_job(call, chunks, last_id)
                 break
     except BatchwayError as exc:
         error = to_call_error(exc)
         if not has_sent:
             raise error from exc
-        yield sse.message(error.body())
-    yield sse.DONE
+        yield sse.failure(error, call.request.scope)
+    else:
+        if isinstance(chunks, Chunks):
+            yield sse.DONE
 
 
-def _became_job(job: Job, last_id: str) -> bytes:
+def _encoded(shown: _Shown, chunks: Sequence[Event], id_: str | None = None) -> bytes:
+    """Only Anthropic's events are named. Only the last one has the id."""
+    is_named = isinstance(shown, MessageEvents)
+    ids = [*[None] * (len(chunks) - 1), id_]
+    return b"".join(
+        sse.message(chunk, event=chunk["type"] if is_named else None, id_=own)
+        for chunk, own in zip(chunks, ids, strict=False)
+    )
+
+
+def _idle(chunks: Chunks | MessageEvents, *, has_ids: bool) -> bytes:
+    if isinstance(chunks, MessageEvents):
+        return _encoded(chunks, chunks.idle())
+    return sse.COMMENT if has_ids else sse.EMPTY_LINE
+
+
+def _became_job(call: SyncCall, chunks: Chunks | MessageEvents, last_id: str) -> bytes:
     """The event that says where to resume, for callers that know it; else an error."""
+    job = call.job
     url = events_url(job.id)
     message = (
         f"the time for this answer is up; it goes on as the job {job.id}: read the rest at "
@@ -216,7 +231,8 @@ def _became_job(job: Job, last_id: str) -> bytes:
     )
     error = ApiError(503, "became_job", message)
     where = {"id": job.id, "last_event_id": last_id, "events_url": url}
-    return sse.message({**where, **error.body()}, event="reconnect")
+    event = "error" if isinstance(chunks, MessageEvents) else "reconnect"
+    return sse.message({**where, **error.body_for(call.request.scope)}, event=event)
 
 
 async def job_stream(
@@ -279,7 +295,7 @@ def _begun(chunks: Chunks | ResponseEvents) -> bytes:
     return b"".join(map(sse.message, events))
 
 
-async def _prime(gateway: Gateway, chunks: Chunks | ResponseEvents, job: Job, after: int) -> None:
+async def _prime(gateway: Gateway, chunks: _Shown, job: Job, after: int) -> None:
     """Replays earlier events: text offsets, token counts and a response's numbers depend on
     them."""
     async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
@@ -287,17 +303,12 @@ async def _prime(gateway: Gateway, chunks: Chunks | ResponseEvents, job: Job, af
             chunks.of(entry)
 
 
-def _chunk_messages(
-    chunks: Chunks | ResponseEvents, entries: Sequence[LogEntry], *, has_ids: bool
-) -> bytes:
+def _chunk_messages(chunks: _Shown, entries: Sequence[LogEntry], *, has_ids: bool) -> bytes:
     """Encodes the chunks of events. Only the last of each has its id, so a client that resumes
     there has them all. Empty if the events show nothing."""
     encoded = list[bytes]()
     for entry in entries:
-        if messages := chunks.of(entry):
-            *heads, last = messages
-            encoded += map(sse.message, heads)
-            encoded.append(sse.message(last, id_=entry.sse_id if has_ids else None))
+        encoded.append(_encoded(chunks, chunks.of(entry), entry.sse_id if has_ids else None))
     return b"".join(encoded)
 
 

@@ -242,7 +242,7 @@ class RequestGuard:
             if _is_ambiguous(scope):
                 text = "transfer-encoding stands beside content-length, or in HTTP/1.0"
                 error = ApiError(400, "bad_request", text, headers={"connection": "close"})
-                await error.response()(scope, receive, sent)
+                await error.response(scope)(scope, receive, sent)
             else:
                 body_s = self._upload_s if is_upload(scope) else self._body_s
                 await self._app(scope, _InTime(receive, body_s).receive, sent)

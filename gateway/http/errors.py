@@ -1,4 +1,5 @@
-"""Errors as HTTP responses in OpenAI's format, without stack traces or input.
+"""Errors as HTTP responses in OpenAI's format, below /v1/messages in Anthropic's, without stack
+traces or input.
 
 The gateway raises ApiError; `to_api_error` translates the errors of `contract`.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from contract.errors import (
     BatchwayError,
@@ -63,6 +65,11 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
 SYSTEM_RANDOM = random.SystemRandom()
 """Environments of a function that start from one snapshot draw the same numbers from others."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TYPES_OF_MESSAGES = {
+    **_TYPES,
+    **{404: "not_found_error", 413: "request_too_large"},
+    **{503: "overloaded_error", 504: "timeout_error"},
+}
 _SOON_S = 1.0  # temporary: a retry may succeed
 _UNFIT_S = 30.0  # until an operator acts
 _FULL_S = 5.0  # until running jobs have ended
@@ -117,27 +124,44 @@ class ApiError(BatchwayError, HTTPException):
 
     def body(self) -> dict[str, object]:
         """OpenAI's error object."""
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, default),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        return {"error": self._details(_TYPES, "server_error")}
 
-    def response(self, draw: Callable[[], float] = SYSTEM_RANDOM.random) -> Response:
+    def body_for(self, scope: Scope) -> dict[str, object]:
+        """The error in the form of the path that was called; Anthropic's has OpenAI's members."""
+        if not is_message_call(scope):
+            return self.body()
+        error = self._details(_TYPES_OF_MESSAGES, "api_error")
+        return {"type": "error", "error": error, "request_id": scope["state"].get("request_id")}
+
+    def _details(self, types: Mapping[int, str], of_server: str) -> dict[str, str | None]:
+        kind = of_server if self.status >= 500 else "invalid_request_error"
+        kind = types.get(self.status, kind)
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+
+    def response(self, scope: Scope, draw: Callable[[], float] = SYSTEM_RANDOM.random) -> Response:
         """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = retry_after(self.retry_after_s, draw)
         return Response(
-            msgspec.json.encode(self.body()),
-            self.status,
+            msgspec.json.encode(self.body_for(scope)),
+            529 if self.status == 503 and is_message_call(scope) else self.status,
             headers=headers,
             media_type="application/json",
         )
+
+
+def is_message_call(scope: Scope) -> bool:
+    """Whether the call is one of Anthropic's API."""
+    return str(scope["path"]).startswith("/v1/messages")
+
+
+class ContextExceeded(ApiError):
+    """A prompt of at least `num_prompt` tokens, or it and its output, beyond the context."""
+
+    def __init__(self, message: str, param: str, num_prompt: int, limit: int) -> None:
+        super().__init__(400, CONTEXT_EXCEEDED, message, param=param)
+        self.num_prompt, self.limit = num_prompt, limit
 
 
 class UnknownJob(BatchwayError):

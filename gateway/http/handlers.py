@@ -46,6 +46,7 @@ _ELSEWHERE = {
     "/v1/threads": "no threads; POST /v1/chat/completions answers conversations",
     "/v1/images": "no images, text only",
     "/v1/audio": "no audio, text only",
+    "/v1/messages/batches": "POST /v1/batches takes calls of other endpoints",
     "/v1/moderations": "no moderation",
     "/v1/fine_tuning": "no training",
 }
@@ -81,6 +82,7 @@ _REASONS: Mapping[int, str] = {
     500: "The job failed, or an internal error",
     503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
     504: "The job did not end before its deadline",
+    529: "No capacity now; see `x-dropped-reason` and `Retry-After`",
 }
 
 
@@ -98,15 +100,15 @@ def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) 
     `paths`: known paths, from which a similar one is suggested for an unknown path."""
 
     @app.exception_handler(BatchwayError)
-    async def refused(_: Request, exc: BatchwayError) -> Response:
+    async def refused(request: Request, exc: BatchwayError) -> Response:
         error = to_api_error(exc)
         if error.code == "internal_error":
             log.error("unexpected %s", type(exc).__name__)
-        return error.response(draw)
+        return error.response(request.scope, draw)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, exc: RequestValidationError) -> Response:
-        return translated(exc.errors()[0], exc.body).response()
+    async def invalid(request: Request, exc: RequestValidationError) -> Response:
+        return translated(exc.errors()[0], exc.body).response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def by_framework(request: Request, exc: HTTPException) -> Response:
@@ -117,7 +119,8 @@ def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) 
         elif exc.status_code == 405 and exc.headers is not None:
             message = f"this path takes {exc.headers['Allow']}"
         code = _HTTP_CODES.get(exc.status_code, "bad_request")
-        return ApiError(exc.status_code, code, message, headers=exc.headers).response()
+        error = ApiError(exc.status_code, code, message, headers=exc.headers)
+        return error.response(request.scope)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:
@@ -128,8 +131,8 @@ def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) 
         return exc.response
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, __: Exception) -> Response:
-        return internal_error().response()
+    async def unexpected(request: Request, _: Exception) -> Response:
+        return internal_error().response(request.scope)
 
 
 def _no_such_path(path: str, known: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ class HeadGuard:
             try:
                 self._check(scope)
             except ApiError as error:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.telemetry.tracing import Tracing, current, parent_of
-from gateway.http.errors import without_text
+from gateway.http.errors import is_message_call, without_text
 from gateway.http.limits import plain_target
 from gateway.http.metrics import OTHER, GatewayMetrics
 from gateway.http.sse import STREAM_HEADER
@@ -93,6 +93,8 @@ class RequestObserver:
                 await send(message)
                 return
             headers = [*message["headers"], (b"x-request-id", request_id)]
+            if is_message_call(scope):
+                headers.append((b"request-id", request_id))  # where Anthropic's clients read it
             await send({**message, "headers": headers})
             has_begun = True  # not earlier: if the server refuses this head, another may be sent
             route = getattr(scope.get("route"), "path", OTHER)

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contract.errors import BatchwayError
 from gateway.http.bodies import ClientGone, unless_gone
-from gateway.http.errors import internal_error, to_api_error
+from gateway.http.errors import ApiError, internal_error, is_message_call, to_api_error
 
 log = logging.getLogger("batchway.gateway")
 
@@ -71,6 +71,13 @@ def message(data: object, *, event: str | None = None, id_: str | None = None) -
     head = f"event: {event}\n" if event else ""
     tail = f"id: {id_}\n" if id_ else ""
     return b"%bdata: %b\n%b\n" % (head.encode(), encode_json(data), tail.encode())
+
+
+def failure(error: ApiError, scope: Scope) -> bytes:
+    """The end of a stream that fails: an error event, in the form of the path that was called."""
+    if is_message_call(scope):
+        return message(error.body_for(scope), event="error")
+    return message(error.body()) + DONE
 
 
 class Heartbeat:
@@ -132,6 +139,8 @@ class EventStream(StreamingResponse):
         self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+
         async def sent(message: Message) -> None:
             await send(message)
             if message["type"] == "http.response.body" and not message["more_body"]:
@@ -149,7 +158,7 @@ class EventStream(StreamingResponse):
     async def _whole(
         self, first: bytes, events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
-        """All events. After a failure, an error event and `[DONE]`."""
+        """All events. After a failure, an error event."""
         yield first
         try:
             async for part in events:
@@ -158,7 +167,7 @@ class EventStream(StreamingResponse):
             error = to_api_error(exc) if isinstance(exc, BatchwayError) else internal_error()
             if error.code == "internal_error":
                 log.error("a stream failed: %s", type(exc).__name__)
-            yield message(error.body()) + DONE
+            yield failure(error, self._scope)
 
 
 class StreamDrain:

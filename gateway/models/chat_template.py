@@ -41,9 +41,13 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         *,
         is_answered: bool = True,
+        continues: bool = False,
     ) -> str:
-        """Returns the prompt; with `is_answered`, it ends where the assistant's message starts.
-        `variables`: others that the template reads. Raises Refused, MemoryError."""
+        """Returns the prompt; with `is_answered`, it ends where the assistant's message starts,
+        with `continues` where the last message ends, as in transformers. `variables`: others that
+        the template reads. Raises Refused, MemoryError."""
+        if continues:
+            messages = [*messages[:-1], _marked(messages[-1])]
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
         messages = [_with_reasoning(message) for message in messages]
@@ -66,7 +70,8 @@ class ChatTemplate:
         except Exception as exc:  # for example TypeError of a filter with a wrong argument
             reason = f"{type(exc).__name__}: {exc}"[:_REFUSAL_CHARS]
             raise Refused(f"the model's chat template failed on these messages: {reason}") from exc
-        return "".join(parts)
+        rendered = "".join(parts)
+        return _before_mark(rendered) if continues else rendered
 
     def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """Returns the prompt of each query and document, in the roles that rerankers give them,
@@ -84,6 +89,29 @@ class ChatTemplate:
             if num_chars > MAX_RENDERED_CHARS:
                 raise Refused("the chat template's output is too long")
         return prompts
+
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers
+
+
+def _marked(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with a mark at the end of its text. Raises Refused."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    parts = [*(content or ())]
+    for place in reversed(range(len(parts))):
+        if "text" in parts[place]:
+            parts[place] = {**parts[place], "text": parts[place]["text"] + _MARK}
+            return {**message, "content": parts}
+    raise Refused("continue_final_message: the last message has no text")
+
+
+def _before_mark(rendered: str) -> str:
+    before, mark, after = rendered.rpartition(_MARK.strip())
+    if not mark:
+        raise Refused("continue_final_message: the chat template does not show the last message")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,17 +196,30 @@ def prepare(start: Any) -> Callable[[Any], str]:
         """Returns one prompt, or a JSON list of them for pairs."""
         if "pairs" in request:
             return json.dumps(plain.render_pairs(**request), ensure_ascii=False)
+        source, template = request.pop("source"), with_tools if request["tools"] else plain
+        if source is not None:
+            template = _of_caller(source, start["special_tokens"])
         if not request["tools"]:
-            return plain.render(**request)
+            return template.render(**request)
         try:
-            return with_tools.render(**request)
+            return template.render(**request)
         except Refused:
             described = [_described(tool) for tool in request["tools"]]
             if described == request["tools"]:
                 raise
-        return with_tools.render(**{**request, "tools": described})
+        return template.render(**{**request, "tools": described})
 
     return answer
+
+
+def _of_caller(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, special_tokens)
+    except MemoryError:
+        raise
+    except Exception as exc:  # jinja2 raises many kinds
+        reason = f"{type(exc).__name__}: {exc}"[:_REFUSAL_CHARS]
+        raise Refused(f"chat_template cannot be read: {reason}") from exc
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,14 +122,20 @@ class TextStream:
     special tokens have no text."""
 
     def __init__(
-        self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
+        self,
+        tokenizer: "Tokenizer",
+        context_ids: Sequence[int] = (),
+        offset: int = 0,
+        *,
+        skips_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skips_special
         context = context_ids[-_NUM_CONTEXT_IDS:]
-        self._stream = _stream_after(context)
+        self._stream = _stream_after(context, skips_special)
         # The context's text, if a character may be incomplete at its end: then the first piece
         # repeats it.
-        text = tokenizer.decode(list(context), skip_special_tokens=True)
+        text = tokenizer.decode(list(context), skip_special_tokens=skips_special)
         self._context = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = list(context) if self._context else []
@@ -142,7 +148,7 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream = _stream_after(())
+            self._stream = _stream_after((), self._skips_special)
             piece = self._decoded()
         if piece is None:
             return start, ""
@@ -165,14 +171,14 @@ class TextStream:
         return text
 
     def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
         return text
 
 
-def _stream_after(context_ids: Sequence[int]) -> "DecodeStream":
+def _stream_after(context_ids: Sequence[int], skips_special: bool) -> "DecodeStream":
     from tokenizers.decoders import DecodeStream  # imported here for a faster start: see tokens.py
 
-    return DecodeStream(ids=list(context_ids), skip_special_tokens=True)
+    return DecodeStream(ids=list(context_ids), skip_special_tokens=skips_special)
 
 
 class TemplateProcess:
@@ -189,6 +195,7 @@ class TemplateProcess:
     ) -> None:
         """`tool_source`: the template of chats with tools, if they have another one."""
         self._model = model
+        self._sources = source + (tool_source or "")
         start = {
             "source": source,
             "tool_source": tool_source,
@@ -206,14 +213,21 @@ class TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        is_answered: bool = True,
+        continues: bool = False,
+        source: str | None = None,
     ) -> str:
-        """The prompt, up to the start of the assistant's message. `variables`: others that the
-        template reads.
+        """The prompt. `variables`: others that the template reads; `is_answered`, `continues`: as
+        of ChatTemplate; `source`: a template in the place of the model's.
 
         Raises TemplateRefused, TemplateFailed, Busy, ModelUnreadable.
         """
-        request = {"messages": messages, "tools": tools, "variables": variables}
-        return await self._ask(request)
+        request = {"messages": messages, "tools": tools, "variables": variables, "source": source}
+        return await self._ask({**request, "is_answered": is_answered, "continues": continues})
+
+    def reads_documents(self, source: str | None) -> bool:
+        return "documents" in (self._sources if source is None else source)
 
     async def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """The prompt of each query and document. Raises as `render`."""
@@ -307,14 +321,15 @@ class ModelTokenizer:
         most: int,
         cut: Cut | None,
         *,
-        is_chat: bool = False,
+        adds_special_tokens: bool = True,
     ) -> Iterator[tuple[list[int], int]]:
         """Yields the token ids of each prompt, and how many were cut off. `given`: texts, each
         after one that is not cut, or token ids; `most`: of tokens, if they are not to be cut;
-        `is_chat`: the texts are rendered chats. Raises TooLong, NoRoom."""
+        `adds_special_tokens`: not to rendered chats, which have them. Raises TooLong, NoRoom."""
         limit = most if cut is None else cut.max_tokens
         texts = [kept + each for kept, each in given if isinstance(each, str)]
-        encoded = self.encode_each(texts, limit, adds_special_tokens=not is_chat)
+        adds = adds_special_tokens
+        encoded = self.encode_each(texts, limit, adds_special_tokens=adds)
         for number, (kept, each) in enumerate(given):
             whole: list[int] | Over
             if isinstance(each, str):
@@ -330,9 +345,9 @@ class ModelTokenizer:
             if not isinstance(each, str):
                 ids = self.cut_ids(each, cut)
             else:
-                ids = self.cut_chat(each, cut) if is_chat else self.cut_text(each, cut, kept)
+                ids = self.cut_text(each, cut, kept) if adds else self.cut_chat(each, cut)
                 if not whole.is_exact:
-                    num_tokens = self.count(kept + each, adds_special_tokens=not is_chat)
+                    num_tokens = self.count(kept + each, adds_special_tokens=adds)
             yield ids, num_tokens - len(ids)
 
     def encode_pairs(
@@ -470,9 +485,11 @@ class ModelTokenizer:
             "added": _ranges(self._added),
         }
 
-    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
+    def text_stream(
+        self, context_ids: Sequence[int] = (), offset: int = 0, *, skips_special: bool = True
+    ) -> TextStream:
         """Decodes ids token by token."""
-        return TextStream(self._tokenizer, context_ids, offset)
+        return TextStream(self._tokenizer, context_ids, offset, skips_special=skips_special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, also if they are part of a character."""

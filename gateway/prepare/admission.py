@@ -22,9 +22,9 @@ from gateway.http.errors import (
     UnknownJob,
     invalid_value,
 )
-from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.revocation import watch_key
+from gateway.prepare.schemas import ChatBody
+from gateway.prepare.unsupported import CallFields
 from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, job_of, name_of
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
@@ -64,13 +64,13 @@ class Caller(msgspec.Struct, frozen=True):
             lane_share=terms.lane_share,
         )
 
-    def job(
-        self, endpoint: Endpoint, body: CallBody | ResponseBody, lane: str = "", job_id: str = ""
-    ) -> Job:
+    def job(self, endpoint: Endpoint, body: CallFields, lane: str = "", job_id: str = "") -> Job:
         """The caller's job, which has no prompt yet; the lane is by default that of the body's
-        service tier. Raises ApiError (403) if the key does not permit the lane."""
+        service tier. Raises ApiError (403) if the key does not permit the lane, or a template of
+        the body's own."""
         lane = lane or _lane_of(endpoint, body)
         self.check_lane(lane)
+        self.check_template(body)
         return Job(
             id=job_id or new_job_id(),
             tenant=self.tenant,
@@ -142,6 +142,11 @@ class Caller(msgspec.Struct, frozen=True):
         if not self.has(scope):
             message = f"this key lacks the scope {scope.value!r}"
             raise ApiError(403, "missing_scope", message)
+
+    def check_template(self, body: object) -> None:
+        """Raises ApiError (403) if the body has a chat template and the key lacks the scope."""
+        if isinstance(body, ChatBody) and body.chat_template is not None:
+            self.check_scope(Scope.TEMPLATES)
 
     def check_lane(self, lane: str) -> None:
         """Raises ApiError (403) if the key does not permit this lane."""
@@ -310,7 +315,7 @@ Admin = Annotated[Caller, Security(caller_of, scopes=[Scope.ADMIN])]
 MetricsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.METRICS])]
 
 
-def _lane_of(endpoint: Endpoint, body: CallBody | ResponseBody) -> str:
+def _lane_of(endpoint: Endpoint, body: CallFields) -> str:
     """The lane of a call that does not name one."""
     default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
     return _LANE_OF_TIER.get(body.service_tier or "", default)

@@ -51,10 +51,12 @@ async def prepare_call(
         raise await unknown_model_error(gateway.broker, job.model, job.tenant)
     if card.flow is not None:
         return await _prepare_flow(gateway, card, body, job, submission)
-    if isinstance(body, ChatBody | CompletionBody) and body.documents:
-        message = f"documents: {body.model!r} is no flow, and only flows read documents"
-        raise bad_request(UNSUPPORTED, message, "documents")
     memory_bytes, tokenizer = await known.max_memory_bytes(), await known.tokenizer(card)
+    if isinstance(body, ChatBody | CompletionBody) and body.documents:
+        own = body.chat_template if isinstance(body, ChatBody) else ""
+        if tokenizer.template is None or not tokenizer.template.reads_documents(own):
+            message = f"documents: {body.model!r} is no flow, and its chat template reads none"
+            raise bad_request(UNSUPPORTED, message, "documents")
     submission = admit(gateway.settings, card, job, submission, memory_bytes)
     return await _prepare_prompts(gateway, card, tokenizer, body, job, submission)
 

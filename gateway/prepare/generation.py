@@ -15,18 +15,19 @@ from contract.model_cards import GenerationDefaults, ModelCard, TokenizerFiles
 from gateway.grammars.compiler import Constraint
 from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.errors import (
-    CONTEXT_EXCEEDED,
     UNSUPPORTED,
     ApiError,
+    ContextExceeded,
     TemplateRefused,
     bad_request,
     invalid_value,
 )
+from gateway.models.past_calls import Rendered, one_call_each
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, tokenised
 from gateway.prepare.images import check_marks, read_images
-from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
+    MAX_LISTED_IDS,
     ChatBody,
     CompletionBody,
     Effort,
@@ -47,6 +48,7 @@ _DEFAULTS: Mapping[str, float] = {
     if field.name in GenerationDefaults.__struct_fields__ and field.name != "top_k"
 }
 
+RANDOM_SEED = -1  # as in vLLM, llama.cpp and Ollama
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -97,14 +99,19 @@ def sampling_params(
         given, of_model = getattr(body, name), getattr(own, name)
         of_model = default if of_model is None else of_model
         chosen[name] = float(of_model if given is None else given)
+    draws_seed = body.seed in (None, RANDOM_SEED)
     stop_token_ids = tuple(body.stop_token_ids or ())
-    if stop_token_ids:
-        check_ids("stop_token_ids", stop_token_ids, card)
+    check_ids("stop_token_ids", stop_token_ids, card)
+    allowed_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    check_ids("allowed_token_ids", allowed_ids, card)
+    if min_tokens and allowed_ids and {*card.eos_token_ids, *stop_token_ids} >= {*allowed_ids}:
+        message = "allowed_token_ids: each of them may end the output, before min_tokens"
+        raise invalid_value("allowed_token_ids", message)
     return SamplingParams(
         max_tokens=max(caps),
         # The engine's seeds have 63 bits.
-        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
-        varies_seed=body.seed is None and len(caps) > 1,
+        seed=default_seed(job_id) if draws_seed else (body.seed or 0) % 2**63,
+        varies_seed=draws_seed and len(caps) > 1,
         min_tokens=min_tokens,
         expected_tokens=_expected_tokens(body, max(caps)),
         **chosen,
@@ -113,6 +120,10 @@ def sampling_params(
         n=body.n or 1,
         stop=body.stop or (),
         stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        allowed_token_ids=allowed_ids,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
         prompt_logprobs=num_prompt_logprobs(body),
@@ -154,6 +165,24 @@ def _bad_bias(message: str) -> ApiError:
     return invalid_value("logit_bias", message)
 
 
+def bad_word_ids(tokenizer: ModelTokenizer, body: GenerationBody) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word at the start and in the middle of a text, chosen as by vLLM.
+    Raises ApiError."""
+    found = list[tuple[int, ...]]()
+    for number, word in enumerate(body.bad_words or ()):
+        texts = word.lstrip(), f" {word.lstrip()}"
+        first, inner = tokenizer.encode_each(texts, None, adds_special_tokens=False)
+        if isinstance(first, Over) or isinstance(inner, Over) or not first:
+            raise invalid_value(f"bad_words.{number}", "bad_words: a word has no tokens")
+        found.append(tuple(first))
+        if len(inner) == len(first) and inner[0] != first[0]:
+            found.append(tuple(inner))
+    if sum(map(len, found)) > MAX_LISTED_IDS:
+        message = f"bad_words may have {MAX_LISTED_IDS} tokens together"
+        raise invalid_value("bad_words", message)
+    return tuple(found)
+
+
 async def prepare_generation(
     gateway: Gateway,
     card: ModelCard,
@@ -175,7 +204,9 @@ async def prepare_generation(
         await _check_echo(tokenizer, prompts, body.n or 1, most)
     lengths = [len(prompt_ids) + num_image_tokens for prompt_ids in prompts]
     caps = _output_caps(gateway.settings, card, body, lengths)
-    params = sampling_params(card, body, caps, job.id)
+    params = msgspec.structs.replace(
+        sampling_params(card, body, caps, job.id), bad_words=bad_word_ids(tokenizer, body)
+    )
     if isinstance(body, ChatBody):
         if functions:  # then no other constraint is given
             constraint = _tool_constraint(tokenizer, card, body, functions)
@@ -200,6 +231,7 @@ async def prepare_generation(
         image_data=images,
         num_image_tokens=num_image_tokens,
         return_token_ids=bool(body.return_token_ids),
+        return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
@@ -247,7 +279,7 @@ async def _check_echo(
 def _check_constrained(body: GenerationBody, param: str) -> None:
     """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
     may end."""
-    for name in ("min_tokens", "ignore_eos"):
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
         if getattr(body, name):
             raise invalid_value(name, f"{name} cannot be combined with {param}")
 
@@ -298,7 +330,7 @@ async def prompts_of(
         [("", each) for each in given],
         card.context_length,
         cut,
-        is_chat=isinstance(body, ChatBody),
+        adds_special_tokens=_adds_special_tokens(body),
     )
     try:
         found: list[tuple[list[int], int]] = await tokenised(partial(list, encoded), num_chars)
@@ -320,7 +352,12 @@ async def prompts_of(
 async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
     """Counts the tokens of all prompts, even too long ones; approximate if they are long."""
     given, cut = await _given(tokenizer, card, body)
-    return await count_given(tokenizer, given, cut, adds=not isinstance(body, ChatBody))
+    return await count_given(tokenizer, given, cut, adds=_adds_special_tokens(body))
+
+
+def _adds_special_tokens(body: GenerationBody) -> bool:
+    asked = body.add_special_tokens
+    return not isinstance(body, ChatBody) if asked is None else asked
 
 
 async def count_given(
@@ -381,8 +418,20 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
         messages = one_call_each(messages, apart=is_harmony)
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
+    if body.documents:
+        variables["documents"] = [
+            {"text": each} if isinstance(each, str) else each for each in body.documents
+        ]
+    continues = bool(body.continue_final_message)
     try:
-        rendered = await tokenizer.template.render(messages, tools or None, variables)
+        rendered = await tokenizer.template.render(
+            messages,
+            tools or None,
+            variables,
+            is_answered=not continues and body.add_generation_prompt is not False,
+            continues=continues,
+            source=body.chat_template,
+        )
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
     check_marks(card, body, rendered)
@@ -444,7 +493,7 @@ def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) ->
         f"requested {in_all} tokens ({prompt} in the {param}, {num_output} in "
         f"the completion). Please reduce the length of the {param} or completion."
     )
-    return bad_request(CONTEXT_EXCEEDED, message, param)
+    return ContextExceeded(message, param, prompt.num_tokens, card.context_length)
 
 
 def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     model_validator,
 )
 
@@ -32,8 +33,18 @@ from gateway.prepare.schemas import (
     TopLogprobs,
     few_parts,
     image_source,
+    validated_chat,
 )
-from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
+from gateway.prepare.unsupported import (
+    DESCRIPTIONS,
+    CallFields,
+    Metadata,
+    StrictModel,
+    Wanted,
+    refusal,
+    unsupported,
+)
+from gateway.prepare.unsupported import UNSUPPORTED as UNSUPPORTED_OF_CHATS
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -46,13 +57,23 @@ _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 LOGPROBS = "message.output_text.logprobs"
 _HOSTED = "only functions are supported: this server hosts no tools"
 
-# Parameter -> values without effect.
+# Parameter -> values without effect; those of chats beside OpenAI's.
 UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    "background_options": (),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
+    **UNSUPPORTED_OF_CHATS,
+    **dict.fromkeys(("background_options", "conversation", "prompt", "structured_outputs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "chat_template"), ()),
+    **dict.fromkeys(("continue_final_message", "enable_response_messages"), (False,)),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("context_management", "previous_input_messages", "stop"), ([],)),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "bad_words": ([],),
+    "seed": (-1,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "top_k": (0, -1),
     "truncation": ("disabled",),
 }
 _OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
@@ -166,7 +187,7 @@ class SummaryPart(StrictModel):
 
 
 class ReasoningPart(StrictModel):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -210,6 +231,12 @@ def _kind(value: Any) -> str | None:
 
 def _readable(value: Any) -> Any:
     kind = _kind(value)
+    if kind in ("custom_tool_call", "custom_tool_call_output") and isinstance(value, dict):
+        # Of another server's model: as a call of a function with one argument.
+        value = {**value, "type": kind.replace("custom_tool", "function")}
+        if "input" in value:
+            value["arguments"] = {"input": value.pop("input")}
+        return value
     if kind not in _KINDS:
         if kind and (kind.endswith(_UNREADABLE_ENDS) or kind.startswith(_UNREADABLE_STARTS)):
             raise unsupported("items of hosted and custom tools are not supported", "type")
@@ -255,12 +282,31 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class NamedFunction(StrictModel):
+class HostedTool(BaseModel):
+    """A tool of another type, such as `web_search` or `custom`, which is left out."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "hosted" if isinstance(kind, str) and kind != "function" else "function"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+class NamedFunction(Wanted):
     type: Literal["function"]
     name: ToolName
 
 
-class AllowedFunctions(StrictModel):
+class AllowedFunctions(Wanted):
     """Some of the functions, of which the model decides or must call one."""
 
     type: Literal["allowed_tools"]
@@ -272,7 +318,7 @@ class AllowedFunctions(StrictModel):
     ]
 
 
-class TextFormat(StrictModel):
+class TextFormat(Wanted):
     """Text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -296,14 +342,16 @@ class TextFormat(StrictModel):
         return {"type": self.type, "json_schema": {**fields, "schema": self.schema_}}
 
 
-class TextOptions(StrictModel):
+class TextOptions(Wanted):
     unasked = _OF_TEXT
 
     format: TextFormat | None = None
 
 
-class ReasoningOptions(StrictModel):
+class ReasoningOptions(Wanted):
     """Summaries have no effect: the reasoning itself is in the response."""
+
+    harmless = DESCRIPTIONS | {"context"}  # which earlier reasoning is shown: the template decides
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -355,10 +403,9 @@ class ResponseBody(Templated, Sampled, CallFields):
         ]
         | None
     ) = Field(None, max_length=32, description="only `message.output_text.logprobs` has an effect")
-    tools: (
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
-        | None
-    ) = Field(None, description="functions in this API's flat form")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions in this API's flat form; others are left out"
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
         BeforeValidator(_choice),
@@ -392,20 +439,26 @@ class ResponseBody(Templated, Sampled, CallFields):
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.of_chat()
         try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as exc:
-            error = exc.errors()[0]
-            path = [*error["loc"], error.get("ctx", {}).get("param")]
-            param = ".".join(str(part) for part in path if part is not None)
-            is_known = error["type"] == UNSUPPORTED
-            code = UNSUPPORTED if is_known else "invalid_value"
-            raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
+            return validated_chat(fields)
+        except ApiError as exc:
+            raise renamed(exc) from None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    def left_out(self) -> list[str]:
+        return [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, HostedTool)]
+
+    def check_no_hosted_tools(self) -> None:
+        """Raises ApiError."""
+        for i, tool in enumerate(self.tools or ()):
+            if isinstance(tool, HostedTool):
+                raise bad_request(UNSUPPORTED, f"tools.{i}.type: {_HOSTED}", f"tools.{i}.type")
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:
-        if not self.tools:
-            return None
-        functions = [{name: v for name, v in tool if name != "type"} for tool in self.tools]
-        return [{"type": "function", "function": function} for function in functions]
+        functions = [{name: v for name, v in tool if name != "type"} for tool in self.functions]
+        return [{"type": "function", "function": function} for function in functions] or None
 
     def _chat_choice(self) -> str | dict[str, Any] | None:
         match self.tool_choice:

@@ -155,6 +155,8 @@ async def prepare_response(
     """Returns the job, which contains the request, and its submission. The response's metadata is
     also the job's, unless the submission has other values. `job` and `submission`: as Caller makes
     them. Raises ApiError."""
+    if not gateway.settings.leaves_out_hosted_tools:
+        body.check_no_hosted_tools()
     metadata = {**(body.metadata or {}), **submission.metadata}
     submission = msgspec.structs.replace(submission, metadata=metadata)
     items = await conversation(gateway, job.tenant, body)
@@ -206,7 +208,7 @@ def _shown(job: Job, body: ResponseBody) -> dict[str, Any]:
             else format_.model_dump(by_alias=True, exclude_unset=True)
         },
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools or ()],
+        "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.functions],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
         "truncation": "disabled",

@@ -98,7 +98,7 @@ class _Call:
         """Ends the answer."""
         error = ApiError(401, "invalid_api_key", "the API key or token was revoked or has expired")
         if not self._has_begun:
-            await error.response()(self._scope, self._receive, self._send)
+            await error.response(self._scope)(self._scope, self._receive, self._send)
         elif not self._is_complete:
-            body = sse.message(error.body()) + sse.DONE
+            body = sse.failure(error, self._scope)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -5,6 +5,7 @@ generation.py checks what depends on the model: vocabulary, context length, defa
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -13,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     model_validator,
 )
 from pydantic_core import to_json
@@ -20,9 +22,10 @@ from pydantic_core import to_json
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.http.errors import MISSING, ApiError, invalid_value
+from gateway.http.errors import MISSING, ApiError, bad_request, invalid_value
+from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.models.past_calls import arguments_object, fitting_id
 from gateway.models.tokens import Cut
-from gateway.prepare.past_calls import arguments_object, fitting_id
 from gateway.prepare.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -31,6 +34,7 @@ from gateway.prepare.unsupported import (
     UNSUPPORTED,
     CallFields,
     StrictModel,
+    Wanted,
     refusal,
     unsupported,
 )
@@ -43,10 +47,19 @@ Schema = Annotated[dict[str, Any], Field(max_length=_MAX_KEYWORDS)]
 Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_LISTED)]
 
+# Parameter -> values without effect.
+_OF_STRUCTURED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("disable_additional_properties", "disable_any_whitespace"), (False,)),
+    **dict.fromkeys(("structural_tag", "whitespace_pattern", "_backend"), ()),
+    **dict.fromkeys(("disable_fallback", "_backend_was_auto"), (False,)),
+}
+_OF_TOOL: Mapping[str, tuple[Any, ...]] = {"strict": (False,)}
+
 MAX_TOOLS = 128
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Description = Annotated[str, Field(max_length=_MAX_TEXT)]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -54,8 +67,7 @@ _MAX_VARIABLES = 64
 # Variables that the gateway sets itself, or that have a parameter of the call.
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-MAX_STOPS = 4
-MAX_STOP_BYTES = 64
+MAX_STOP_BYTES = 16_384  # of all stop strings of a call
 MAX_PROMPTS = 64
 MAX_TOKEN_IDS = 2**20  # of one prompt or input
 MAX_MESSAGES = 4_096  # or items
@@ -64,13 +76,14 @@ MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
 MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
 MAX_TOP_LOGPROBS = 20
+MAX_LISTED_IDS = 1_024  # as many as vLLM takes
 _INT64 = 2**63
 _MAX_NAME = 64
 
 
 # What the OpenAPI document says of fields with validators of their own.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
-_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_BYTES)]
 _Parts = Field(min_length=1, max_length=MAX_PARTS)
 _Ids = list[Annotated[int, Field(ge=0)]]
 TokenIds = Annotated[_Ids, Field(min_length=1, max_length=MAX_TOKEN_IDS)]
@@ -81,40 +94,45 @@ TopLogprobs = Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 _Penalty = Annotated[float | None, Field(ge=-2, le=2, description="default: the model's, else 0")]
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(Wanted):
     """The `json_schema` of a response format."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Annotated[str, Field(max_length=4096)] | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
-    """Text, any JSON object, or JSON of a schema."""
+class ResponseFormat(Wanted):
+    """Text, any JSON object, or JSON of a schema, which other servers take beside `json_object`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.schema_ is not None and self.type != "json_object":
+            raise refusal("must be given with type json_object, and only then", "schema")
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise refusal("must be given with type json_schema, and only then", "json_schema")
         return self
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(Wanted):
     """vLLM's parameter: exactly one of these."""
+
+    unasked = _OF_STRUCTURED
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: Expression | None = None
     choice: Choices | None = None
     grammar: Expression | None = None
-    json_object: Literal[True] | None = None
+    json_object: bool | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        if sum(value not in (None, False) for _, value in self) != 1:
             raise refusal("give exactly one of json, regex, choice, grammar and json_object")
         return self
 
@@ -144,7 +162,9 @@ class Constrained(StrictModel):
             if format_.json_schema is not None:
                 schema, strict = format_.json_schema.schema_, format_.json_schema.strict
                 name = "response_format.json_schema.schema"
-                return Constraint(name, "json_schema", schema or {}, bool(strict))
+                return Constraint(name, "json_schema", schema, bool(strict))
+            if format_.schema_ is not None:
+                return Constraint("response_format.schema", "json_schema", format_.schema_)
             if format_.type == "json_object":
                 return Constraint("response_format", "json_schema", {"type": "object"})
             return None
@@ -163,35 +183,37 @@ class Constrained(StrictModel):
         return None
 
 
-class Function(StrictModel):
+class Function(Wanted):
     """A function that the model may call. `strict`: its calls always match `parameters`."""
 
     name: ToolName
-    description: Annotated[str, Field(max_length=16_384)] | None = None
+    description: Description | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class Tool(Wanted):
+    unasked = _OF_TOOL
+
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(StrictModel):
+class FunctionName(Wanted):
     name: ToolName
 
 
-class NamedTool(StrictModel):
+class NamedTool(Wanted):
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(StrictModel):
+class AllowedTools(Wanted):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolChoice(StrictModel):
+class AllowedToolChoice(Wanted):
     """Some of the tools, of which the model decides or must call one."""
 
     type: Literal["allowed_tools"]
@@ -381,12 +403,12 @@ def no_room(param: str) -> ApiError:
 
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
-    if isinstance(stops, list) and len(stops) > MAX_STOPS:
-        raise refusal(f"at most {MAX_STOPS} stop strings")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise refusal("must be a string or a list of strings")
-    if not all(0 < len(stop.encode()) <= MAX_STOP_BYTES for stop in stops):
-        raise refusal(f"each stop string has 1 to {MAX_STOP_BYTES} bytes")
+    if not all(stops):
+        raise refusal("a stop string must not be empty")
+    if sum(len(stop.encode()) for stop in stops) > MAX_STOP_BYTES:
+        raise refusal(f"the stop strings may have {MAX_STOP_BYTES} bytes together")
     return tuple(stops)
 
 
@@ -597,7 +619,9 @@ class Sampled(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1, description="default: the model's, else 1")
     presence_penalty: _Penalty = None
     frequency_penalty: _Penalty = None
-    documents: list[str] | None = Field(None, max_length=2048, description="for templates of flows")
+    documents: list[str | Annotated[dict[str, str], Field(max_length=16)]] | None = Field(
+        None, max_length=2048, description="for templates of flows, and of chats that read them"
+    )
 
 
 class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
@@ -619,14 +643,33 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIASES, description="by token id; -100 forbids it"
     )
+    add_special_tokens: bool | None = Field(
+        None, description="beside the prompt's own; default: true, of chats false"
+    )
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
-        None, description="64 bits, the highest ignored; default: from the job's id"
+        None, description="64 bits, the highest ignored; -1, default: by chance"
     )
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt; default: 1")
     stop: (
         Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
-    ) = Field(None, description="what ends a choice; characters count as bytes of UTF-8")
+    ) = Field(
+        None, description=f"what ends a choice; all have at most {MAX_STOP_BYTES:,} bytes together"
+    )
     stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
+    include_stop_str_in_output: bool | None = Field(None, description="what ended it stays in it")
+    allowed_token_ids: list[int] | None = Field(
+        None, min_length=1, max_length=MAX_LISTED_IDS, description="no other tokens are generated"
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=64, description="texts that are not generated, as vLLM tokenizes them"
+    )
+    skip_special_tokens: bool | None = Field(None, description="in texts; default: true")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="as the tokenizer has them; default: true"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens of log probabilities are `token_id:<id>`"
+    )
     ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
     stream: bool | None = Field(None, description="the answer in events; default: false")
     stream_options: StreamOptions | None = Field(None, description="usage in the last chunk or all")
@@ -661,6 +704,15 @@ class ChatBody(WithTools, _SamplingBody):
     ] = Field(description="the conversation; `content` is text, or parts: text and images")
     max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
     reasoning_effort: Effort | None = Field(None, description="default: the model's")
+    add_generation_prompt: bool | None = Field(
+        None, description="the prompt begins an answer; default: true"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the prompt ends with the last message; default: false"
+    )
+    chat_template: Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)] | None = Field(
+        None, description="in the place of the model's; needs the scope `templates`"
+    )
     logprobs: bool | None = Field(None, description="of the output's tokens; default: false")
     top_logprobs: TopLogprobs = Field(None, description="alternatives per token; needs `logprobs`")
 
@@ -668,6 +720,8 @@ class ChatBody(WithTools, _SamplingBody):
     def _fits(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("needs logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("excludes add_generation_prompt", "continue_final_message")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise refusal("differs from max_completion_tokens: give one", "max_tokens")
@@ -676,6 +730,18 @@ class ChatBody(WithTools, _SamplingBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def validated_chat(fields: dict[str, Any]) -> ChatBody:
+    """A chat that another call asks for. Raises ApiError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        path = [*error["loc"], error.get("ctx", {}).get("param")]
+        param = ".".join(str(part) for part in path if part is not None)
+        code = CODE if error["type"] == CODE else "invalid_value"
+        raise bad_request(code, f"{param}: {error['msg']}", param) from None
 
 
 class CompletionBody(_SamplingBody):

@@ -1,16 +1,17 @@
 """The base classes of request bodies, and what becomes of names that they do not have.
 
 Parameters of other servers that would change the response are rejected by name, unless the value is
-one without effect (null, or one that is listed). At the top of a body an unknown name is rejected
-too, as it may be misspelt, unless clients are known to send it. All others are ignored, and a
-response header names them.
+one without effect (null, or one that is listed). An unknown name is rejected too, as it may be
+misspelt, unless it is known to change no answer: at the top of a body, and in objects that say what
+is wanted. In past messages, which come back as other servers sent them, unknown names are ignored.
+A response header names what is ignored.
 """
 
 import functools
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -34,46 +35,77 @@ Metadata = Annotated[
 
 # Parameter -> values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "early_stopping": (False,),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
     "function_call": ("none", "auto"),  # no effect without functions
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "moderation": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "web_search_options": (),
+    # vLLM
+    **dict.fromkeys(("early_stopping", "echo", "use_beam_search", "watermarking"), (False,)),
+    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_token_offsets"), (False,)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "repetition_detection"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "logprob_token_ids", "prompt_embeds"), ()),
+    **dict.fromkeys(("logits_processors", "mm_payload"), ([],)),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "routed_experts_prompt_start": (0,),
+    # SGLang
+    **dict.fromkeys(("custom_logit_processor", "custom_params", "ebnf", "lora_path"), ()),
+    **dict.fromkeys(("regex", "session_params", "stop_regex"), ()),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)),
+    **dict.fromkeys(("return_cached_tokens_details", "return_meta_info"), (False,)),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
+    # llama.cpp
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
+    **dict.fromkeys(("min_keep", "n_discard", "n_indent", "n_keep", "n_probs"), (0,)),
+    **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p", "typical_p"), (1,)),
+    **dict.fromkeys(("n_predict", "reasoning_budget"), (-1,)),
+    **dict.fromkeys(("grammar_lazy", "penalize_nl", "post_sampling_probs"), (False,)),
+    **dict.fromkeys(("reasoning_in_content", "return_progress", "return_tokens"), (False,)),
+    **dict.fromkeys(("image_data", "lora", "response_fields", "samplers"), ([],)),
+    "grammar": ("",),
+    "json_schema": ({},),
+    "parse_tool_calls": (True,),
+    "reasoning_format": ("auto", "deepseek"),
+    "thinking_forced_open": (False,),
+    "top_n_sigma": (-1, 0),
 }
 # Names at the top of a body that clients are known to send, and that change no answer: for tracing,
-# caching and routing elsewhere, and hints to a scheduler.
+# caching and routing elsewhere, hints to a scheduler, and degrees of what is refused above.
 IGNORED = frozenset(
     {
         *("prediction", "prompt_cache_options", "store"),  # OpenAI
+        *("client_metadata", "client_request_id", "run_id", "span_id", "turn_id"),  # Codex, others
         *("cache_salt", "priority", "request_id", "session_id"),  # vLLM, Cohere
+        *("data_parallel_rank", "guided_decoding_backend", "stream_interval"),  # vLLM
+        *("extra_key", "rid"),  # SGLang
         *("cache_control", "provider", "usage"),  # OpenRouter
         *("extra_headers", "extra_query", "timeout"),  # options of OpenAI's client
-        *("litellm_metadata", "litellm_session_id", "litellm_trace_id"),
+        *("litellm_call_id", "litellm_metadata", "litellm_session_id", "litellm_trace_id"),
         *("cache_prompt", "id_slot", "timings_per_token"),  # llama.cpp
+        *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "repeat_last_n", "xtc_threshold"),
         *("keep_alive", "ttl"),  # Ollama, LM Studio
         *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
+    }
+)
+# The same in objects that say what is wanted: descriptions that no prompt shows.
+DESCRIPTIONS = frozenset(
+    {
+        *("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"),
+        *("annotations", "description", "display_name", "icons", "id", "index", "metadata", "name"),
+        *("examples", "input_examples", "output_schema", "outputSchema", "return", "returns"),
+        *("$schema", "tags", "title", "version"),
     }
 )
 # Parts of a message that the model would not see.
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
+    "partial": (False,),  # of a last message that the model is to continue
+    "prefix": (False,),
     "refusal": (),
 }
 ROLES = frozenset({"function"})
@@ -127,14 +159,15 @@ def _counted(value: Any, kind: type[Sized], most: int) -> Any:
 class StrictModel(BaseModel):
     """The base class of bodies and of objects in them: rejects wrong types and coercions.
 
-    Unknown names are ignored. In a body, which has `extra="forbid"`, they may be misspelt: they are
-    rejected, but for IGNORED. A list or an object ends at its first error, and must have a
-    `max_length`: a class without one cannot be made.
+    Unknown names are ignored; where a class has `extra="forbid"`, only its `harmless` ones. A list
+    or an object ends at its first error, and must have a `max_length`: a class without one cannot
+    be made.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, hide_input_in_errors=True)
 
     unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
+    harmless: ClassVar[frozenset[str]] = IGNORED
     # Fields of which validators take texts out of objects -> the known names of those objects.
     names_of_objects: ClassVar[Mapping[str, frozenset[str]]] = {}
 
@@ -156,8 +189,9 @@ class StrictModel(BaseModel):
         kept = {name: fields[name] for name in known if name in fields}
         ignored = []
         if len(kept) < len(fields):
-            for name, unasked in cls.unasked.items():
-                _check_asks_for_nothing(name, fields.get(name), unasked)
+            for name, value in fields.items():
+                if name in cls.unasked and name not in known:
+                    _check_asks_for_nothing(name, value, cls.unasked[name])
             ignored = [*itertools.islice(cls._unknown(fields), len(IGNORED))]
         model = validated(kept)
         if cls.names_of_objects:
@@ -174,7 +208,9 @@ class StrictModel(BaseModel):
                 continue
             if cls.model_config["extra"] != "forbid":
                 yield name
-            elif name not in IGNORED:
+            elif fields[name] is None and issubclass(cls, Wanted):
+                continue
+            elif name not in cls.harmless:
                 similar = similar_name(name, known)
                 hint = f"; did you mean {similar}?" if similar else ""
                 raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
@@ -191,8 +227,15 @@ class StrictModel(BaseModel):
 
 
 @functools.cache
-def _known_names(model: type[StrictModel]) -> Collection[str]:
+def _known_names(model: type[StrictModel]) -> Mapping[str, None]:
     return dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
+
+
+class Wanted(StrictModel):
+    """An object that says what is wanted, unlike one of a past message."""
+
+    model_config = ConfigDict(extra="forbid")
+    harmless = DESCRIPTIONS
 
 
 class OwnModel(StrictModel):
@@ -246,12 +289,16 @@ class CallFields(StrictModel):
     prompt_cache_retention: str | None = Field(None, max_length=64, description="checked, ignored")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="checked, ignored")
 
+    def left_out(self) -> list[str]:
+        """The paths of its parts that have no effect."""
+        return []
+
 
 def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
     there are none. Those in objects are named by their path without positions."""
     found = [name for name in body.ignored if getattr(body, name) is not None]
-    names = _first(itertools.chain(found, _ignored_in(body)))
+    names = _first(itertools.chain(found, body.left_out(), _ignored_in(body)))
     shown = [_UNSAFE.sub("?", name) for name in names[:_MAX_NAMES]]
     if len(names) > _MAX_NAMES:
         shown.append("...")

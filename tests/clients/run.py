@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = Path(os.environ.get("BATCHWAY_CLIENTS", ROOT / ".clients"))
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 300.0  # for one client, mostly for imports
-DEMO, THINKER = "demo", "thinker"  # of the models, those that write text
+DEMO, THINKER, AGENT = "demo", "thinker", "agent"  # of the models, those that write text
 _READY = "ready-for-clients"
-_OPENAI_NODE = "openai@7.57.0"
+# Packages of npm, by the environments that have them.
+_NPM = {"openai-node": "openai@7.57.0", "claude-code": "@anthropic-ai/claude-code@2.1.332"}
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -66,18 +67,20 @@ def prepare(client: Client) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "-qq"]
         # A client imports few of the modules.
         subprocess.run([*pip, "--no-compile", "-r", requirements], check=True)
-    if client.program.endswith(".mjs"):
+    if client.environment in _NPM:
         node = _node_of(folder)
         npm = [str(node / "bin/node"), str(node / "lib/node_modules/npm/bin/npm-cli.js")]
         quiet = ["--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
         environ = os.environ | {"PATH": f"{node / 'bin'}:{os.environ['PATH']}"}
-        subprocess.run([*npm, "install", *quiet, _OPENAI_NODE], check=True, env=environ)
+        subprocess.run([*npm, "install", *quiet, _NPM[client.environment]], check=True, env=environ)
     (folder / _READY).touch()
 
 
 CLIENTS = {
     "openai": Client("openai (Python)", "openai_python.py", ""),
     "openai-node": Client("openai (Node)", "openai_node.mjs", "openai-node"),
+    "anthropic": Client("anthropic (Python)", "anthropic_python.py", "anthropic"),
+    "claude-code": Client("Claude Code", "claude_code.py", "claude-code", (AGENT,)),
     "litellm": Client("LiteLLM", "litellm_sdk.py", "litellm"),
     "litellm-proxy": Client("LiteLLM proxy", "litellm_proxy.py", "litellm"),
     "langchain": Client("langchain-openai", "langchain_client.py", "langchain"),
@@ -110,7 +113,7 @@ def _run(client: Client, url: str, model: str) -> list[dict[str, Any]]:
         | {
             "CLIENTS_URL": url,
             "CLIENTS_MODEL": model,
-            "CLIENTS_NODE": str(ENVIRONMENTS / "openai-node"),
+            "CLIENTS_NODE": str(client.folder),
             "CLIENTS_TOKENIZER": str(ROOT / "infra/demo_model"),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
@@ -149,7 +152,7 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _shown(lined: Sequence[Mapping[str, Any]]) -> str:
     """What works, and what fails, each once."""
     works = [line for line in lined if line["works"] and not line["error"]]
-    reasoned = {line["name"] for line in works if line["model"] == THINKER}
+    reasoned = {line["name"] for line in works if line["model"] in (THINKER, AGENT)}
     names = dict.fromkeys(line["name"] for line in works)
     failed = [f"**fails: {line['name']} ({line['model']})**" for line in lined if line["error"]]
     return "; ".join([*(f"*{name}*" if name in reasoned else name for name in names), *failed])

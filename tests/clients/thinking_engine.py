@@ -26,7 +26,7 @@ THOUGHT = "The user asks for numbers."  # no answer may hold it
 _COUNT = re.compile(r"Count from 1 to (\d+)\.")
 _SUM = re.compile(r"What is (\d+) \+ (\d+)\?")
 _RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
-_TOOL = re.compile(r'^\{"type": "function".*\}$', re.MULTILINE)
+TOOL = re.compile(r'^\{"type": "function".*\}$', re.MULTILINE)
 _TURN = "<|im_start|>user\n"
 
 
@@ -49,7 +49,7 @@ class ThinkingModel(ScriptedModel):
 
 
 def _answer(prompt: str, *, is_masked: bool) -> str:
-    tools, question = _TOOL.findall(prompt), prompt.rpartition(_TURN)[2]
+    tools, question = TOOL.findall(prompt), prompt.rpartition(_TURN)[2]
     if results := _RESULT.findall(question):
         return str(results[-1])
     if counted := _COUNT.search(question):

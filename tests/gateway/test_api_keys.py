@@ -71,7 +71,7 @@ async def test_calls_without_a_key_are_served_until_the_first_key_is_created(
 
 _CALLS = (
     *("completions", "chat/completions", "embeddings", "rerank", "score", "classify"),
-    *("responses", "responses/input_tokens", "quote"),
+    *("responses", "responses/input_tokens", "messages", "messages/count_tokens", "quote"),
 )
 SCOPED = {
     Scope.INFERENCE: [f"POST /v1/{path}" for path in _CALLS],

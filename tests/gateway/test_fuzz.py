@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 _CALLS = (
     *("completions", "chat/completions", "embeddings", "rerank", "score", "classify"),
-    *("responses", "responses/input_tokens", "jobs", "quote"),
+    *("responses", "responses/input_tokens", "messages", "messages/count_tokens", "jobs", "quote"),
 )
 TAKES_BODIES = (
     *(("POST", f"/v1/{path}") for path in _CALLS),

@@ -43,6 +43,7 @@ BOMB = gzip.compress(b'{"key":"x","a":[' + b"{}," * (2**22 // 3) + b"{}]}")
 COUNTED = {
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/classify"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/jobs", "/v1/jobs/replay", "/v1/quote", "/v1/batches"),
 }
 

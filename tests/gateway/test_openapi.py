@@ -28,6 +28,7 @@ from contract.jobs import Endpoint
 from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from gateway.prepare.job_bodies import AnyJob, CallbackBody, CallBody, JobChange
+from gateway.prepare.messages import MessagesBody, PromptBody
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.routes.batches import BatchBody
 from infra.embedded_redis import EmbeddedRedis
@@ -204,6 +205,15 @@ def generator() -> Any:
             del fields[other]  # see _ONLY_WITH_OTHERS
         fields["input"] = text
         schemas[name]["required"] = ["model", "input"]
+    for name in ("MessagesBody", "PromptBody"):
+        fields = schemas[name]["properties"]
+        fields["model"] = {"type": "string", "enum": [MODEL]}
+        turn = {"role": {"const": "user"}, "content": text}
+        turn_schema = {"type": "object", "properties": turn, "required": [*turn]}
+        fields["messages"] = {"type": "array", "minItems": 1, "maxItems": 3, "items": turn_schema}
+        for other in ("tools", "tool_choice", "thinking", "output_config"):
+            del fields[other]  # see _ONLY_WITH_OTHERS
+    schemas["MessagesBody"]["properties"]["max_tokens"]["maximum"] = 300
     schemas["PauseBody"]["required"] = ["tenant"]
     for name, value in PAUSES[-1].items():
         schemas["PauseBody"]["properties"][name] = {"type": "string", "enum": [value]}
@@ -217,7 +227,7 @@ def generator() -> Any:
     for name in ("EmbeddingsBody", "ClassifyBody"):
         schemas[name]["properties"]["input"] = {"anyOf": [text, several]}
     schemas["ScoreBody"]["properties"]["text_1"] = text  # as many as of the others, or one
-    for path in CALLS:
+    for path in (*CALLS, "/v1/messages"):
         asked = document["paths"][path]["post"]
         going_on = ("Last-Event-ID", "starting_after")  # good only after an earlier call
         asked["parameters"] = [p for p in asked["parameters"] if p["name"] not in going_on]
@@ -292,7 +302,8 @@ def test_the_document_is_valid() -> None:
 def test_bodies_are_described_as_they_are_checked() -> None:
     """Each field of a call is in the document, with its meaning, and no other may be sent."""
     schemas = openapi_document()["components"]["schemas"]
-    bodies = (*get_args(CallBody), ResponseBody, *get_args(AnyJob), JobChange)
+    calls = (*get_args(CallBody), ResponseBody, MessagesBody, PromptBody)
+    bodies = (*calls, *get_args(AnyJob), JobChange)
     for model in bodies:
         described = schemas[model.__name__]
         assert set(described["properties"]) == set(model.model_fields)

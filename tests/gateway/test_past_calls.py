@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.strict_json import MAX_DEPTH
-from gateway.prepare.past_calls import (
+from gateway.models.past_calls import (
     UNREADABLE,
     arguments_object,
     fitting_id,

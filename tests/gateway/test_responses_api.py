@@ -284,7 +284,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
     ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
     ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
-    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
+    ({"tools": [{}]}, "missing_required_parameter", "tools.0.name"),
     ({"tool_choice": {"type": "mcp"}}, "unsupported_parameter", "tool_choice.type"),
     ({"tool_choice": ALLOWED}, "invalid_value", "tool_choice.tools.0.name"),
     ({"background": True, "store": False}, "invalid_value", "store"),
@@ -332,7 +332,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
     ({"tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
-    ({"top_k": 1}, "unknown_parameter", "top_k"),
+    ({"top_k": 1}, "unsupported_parameter", "top_k"),
+    ({"top_kk": 1}, "unknown_parameter", "top_kk"),
     ({"model": "none"}, "model_not_found", "model"),
 ]
 

@@ -31,7 +31,8 @@ Case = tuple[dict[str, Any], str, str]
 CONSTRAINTS: list[Case] = [
     ({"response_format": json_schema(schema=SCHEMA, strict=True)}, '{"a": 12}', '{"b": 1}'),
     ({"response_format": json_schema(schema=SCHEMA)}, '{"a": 12}', "12"),
-    ({"response_format": json_schema()}, "[]", "{]"),
+    ({"response_format": json_schema(schema={})}, "[]", "{]"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 12}', "{}"),
     ({"response_format": {"type": "json_object"}}, JSON_OBJECT, "[]"),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', '{"a": "1"}'),
     ({"structured_outputs": {"json": '{"type": "integer"}'}}, "-3", "true"),

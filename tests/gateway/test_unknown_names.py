@@ -1,5 +1,6 @@
-"""Names that this server does not know: at the top of a body they are refused, but for those that
-clients are known to send; in the objects of a body they are ignored, and a header names them."""
+"""Names that this server does not know: at the top of a body, and in objects that say what is
+wanted, they are refused, but for those that are known to change no answer; in past messages they
+are ignored. A header names what is ignored."""
 
 import copy
 import re
@@ -12,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.prepare.response_bodies import ResponseBody
+from gateway.prepare.response_bodies import ItemReference, ResponseBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
-from gateway.prepare.unsupported import IGNORED, CallFields, ignored_header
+from gateway.prepare.unsupported import (
+    DESCRIPTIONS,
+    IGNORED,
+    UNSUPPORTED,
+    CallFields,
+    ignored_header,
+)
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from tests.gateway.conftest import Gateways, error_of
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -114,20 +122,166 @@ def test_the_bodies_hold_an_object_of_each_kind() -> None:
     } < paths
 
 
+# Objects of past messages, and of how an answer is sent.
+_PAST = ("messages", "input", "documents", "stream_options")
+
+
 @pytest.mark.parametrize(("number", "place"), PLACES)
-def test_unknown_names_in_objects_are_ignored_and_named(number: int, place: int) -> None:
+def test_unknown_names_in_objects_are_refused_or_ignored_and_named(number: int, place: int) -> None:
     """In each object of each body, with values of each type, also names that are close to known
-    ones; the rest is as without them."""
+    ones; where they are ignored, the rest is as without them."""
     model, body = BODIES[number]
     path, _ = list(objects(body))[place]
     expected = model.model_validate(body).model_dump(mode="json")
-    for name in _SENT:
+    is_past = path.startswith(_PAST)
+    for name in (*_SENT, "input_schema", "disable_any_spaces"):
         for value in VALUES:
             changed = copy.deepcopy(body)
             list(objects(changed))[place][1][name] = value
+            if not is_past and name not in DESCRIPTIONS and value is not None:
+                with pytest.raises(ValidationError):
+                    model.model_validate(changed)
+                continue
             found = model.model_validate(changed)
-            assert named(found) == [f"{path}.{name}"]
+            is_named = is_past or (value and name in DESCRIPTIONS)
+            assert named(found) == ([f"{path}.{name}"] if is_named else [])
             assert found.model_dump(mode="json") == expected
+
+
+@pytest.mark.parametrize("model", [ChatBody, CompletionBody, ResponseBody])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_values_that_ask_for_nothing_are_taken(model: type[CallFields], name: str) -> None:
+    """Those of other servers' own fields, which their clients write out; any other is refused."""
+    if name in model.model_fields:
+        return
+    body = next(body for each, body in BODIES if each is model)
+    for value in (None, *UNSUPPORTED[name]):
+        assert named(model.model_validate(body | {name: value})) == []
+    with pytest.raises(ValidationError, match="not supported with this value"):
+        model.model_validate(body | {name: "no such value"})
+
+
+_OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "schema": _OBJECT}}, "schema"),
+        ({"response_format": {"type": "text", "schema": _OBJECT}}, "schema"),
+        (
+            {"structured_outputs": {"json": _OBJECT, "whitespace_pattern": " "}},
+            "whitespace_pattern",
+        ),
+        ({"structured_outputs": {"json": _OBJECT, "disable_any_whitespace": True}}, "disable_any"),
+        ({"tools": [_TOOL | {"strict": True}]}, "strict"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "input_schema": {}}}]},
+            "input_",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "prefix"),
+    ],
+)
+def test_names_below_the_top_that_change_the_answer_are_refused(
+    fields: dict[str, Any], param: str
+) -> None:
+    """Those of other servers and APIs."""
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate(_CHAT | fields)
+    assert refused.value.errors()[0]["ctx"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "structured_outputs": {
+                "regex": "a",
+                "json": None,
+                "json_object": False,
+                "_backend": None,
+            }
+        },
+        {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": False}},
+        {"response_format": {"type": "json_object", "json_schema": None, "schema": None}},
+        {"tools": [_TOOL | {"strict": False, "defer_loading": None}]},
+        {"messages": [{"role": "assistant", "content": "a", "prefix": False, "audio": None}]},
+    ],
+)
+def test_nested_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+    """Nulls, and the defaults of other servers."""
+    assert named(ChatBody.model_validate(_CHAT | fields)) == []
+
+
+def test_a_schema_beside_json_object_is_enforced() -> None:
+    """As other servers do."""
+    format_ = {"type": "json_object", "schema": {"type": "object", "required": ["a"]}}
+    constraint = ChatBody.model_validate(_CHAT | {"response_format": format_}).constraint
+    assert constraint is not None
+    assert constraint.request["value"] == format_["schema"]
+
+
+_WITH_OTHERS = {
+    "model": MODEL,
+    "input": "Hi",
+    "client_metadata": {"session_id": "s"},
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {}},
+        {"type": "web_search", "filters": {}},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+    ],
+}
+
+
+def test_tools_that_are_no_functions_are_left_out_of_a_response_and_named() -> None:
+    """Coding agents offer them to every model. Their calls in earlier turns, by other models, are
+    read as calls of functions."""
+    calls: list[dict[str, Any]] = [
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None},
+    ]
+    body = ResponseBody.model_validate(_WITH_OTHERS | {"input": calls})
+    assert [tool.name for tool in body.functions] == ["f"]
+    tools = ["tools.web_search", "tools.custom", "tools.namespace"]
+    assert named(body) == [*tools, "client_metadata", "input.encrypted_content"]
+    call, output = (item.kept() for item in body.input[:2] if not isinstance(item, ItemReference))
+    assert (call["type"], call["arguments"]) == ("function_call", '{"input":"*** x"}')
+    assert (output["type"], output["output"]) == ("function_call_output", "Done")
+    chat = body.chat([{"role": "user", "content": "Hi"}])
+    assert [tool.function.name for tool in chat.tools or ()] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "web_search"}, "tool_choice.type"),
+        ({"type": "custom", "name": "apply_patch"}, "tool_choice.type"),
+        ({"type": "function", "name": "apply_patch"}, "tool_choice.name"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom"}]}, "tool_choice"),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_choice_of_a_tool_that_is_left_out_is_refused(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, choice: dict[str, Any], param: str
+) -> None:
+    """Its caller would wait for a call that never comes."""
+    answer = await http.post("/v1/responses", json=_WITH_OTHERS | {"tool_choice": choice})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.anyio
+async def test_by_a_setting_tools_that_are_no_functions_are_refused(
+    worker: FakeWorker, gateways: Gateways
+) -> None:
+    """By their place; a chat's always."""
+    async with gateways(leaves_out_hosted_tools=False) as http:
+        answer = await http.post("/v1/responses", json=_WITH_OTHERS)
+        assert error_of(answer) == (400, "tools.1.type", "unsupported_parameter")
+        chat = {"model": MODEL, "messages": _CHAT["messages"], "tools": [{"type": "custom"}]}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 400
 
 
 @pytest.mark.parametrize("model", [model for model, _ in BODIES])

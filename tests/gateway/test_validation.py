@@ -44,7 +44,7 @@ BOTH: list[Case] = [
         logit_bias=[{"x": 1}, {"259": 1}, {str(i): 1 for i in range(301)}],
         seed=[2**63, 1.5],
         n=[9, 0, True],
-        stop=[["a"] * 5, "", ["é" * 33], [1]],
+        stop=[["a"] * 16_385, "", ["a", ""], ["é" * 8_193], [1]],
         stop_token_ids=[[259], [-1]],
         max_tokens=[0],
         stream=["yes"],
@@ -60,7 +60,7 @@ BOTH: list[Case] = [
         structured_outputs=[
             {},
             {"regex": "a", "choice": ["a"]},
-            {"whitespace_pattern": "a"},
+            {"json": None},
         ],
     ),
     ({"logit_bias": {"1": 101}}, "logit_bias.1", VALUE),
@@ -79,6 +79,7 @@ BOTH: list[Case] = [
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type", VALUE),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", VALUE),
+    ({"response_format": schema()}, "response_format.json_schema.schema", MISSING),
     ({"response_format": schema("a b", schema={})}, "response_format.json_schema.name", VALUE),
     (
         {
@@ -135,7 +136,7 @@ OF_CHAT: list[Case] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", VALUE),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
     ({"prompt": "Hi"}, "prompt", UNKNOWN),
-    ({"echo": True}, "echo", UNKNOWN),
+    ({"echo": True}, "echo", UNSUPPORTED),
     ({"tools": [{}]}, "tools.0.type", MISSING),
     ({"tools": [_NAMELESS]}, "tools.0.function.name", VALUE),
     ({"tools": [_TOOL], "response_format": {"type": "json_object"}}, "response_format", VALUE),
@@ -204,6 +205,17 @@ async def test_nulls_and_defaults_are_accepted(worker: FakeWorker, http: httpx.A
     assert "x-ignored-parameters" not in answer.headers
 
 
+@pytest.mark.parametrize("given", [{}, {"seed": None}, {"seed": -1}])
+async def test_without_a_seed_equal_prompts_are_drawn_by_chance(
+    worker: FakeWorker, http: httpx.AsyncClient, given: dict[str, Any]
+) -> None:
+    """-1 is no seed, as in vLLM and llama.cpp: each call and each prompt has another."""
+    for _ in range(2):
+        await http.post("/v1/completions", json=COMPLETION | given | {"prompt": ["a", "a"]})
+    seeds = [job.params.of_prompt(number).seed for job in worker.seen for number in (0, 1)]
+    assert len(set(seeds)) == 4
+
+
 async def test_an_error_names_accepted_values(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json=CHAT | {"functions": [{}]})
     assert "[]" in answer.json()["error"]["message"]
@@ -239,7 +251,7 @@ async def test_parameters_reach_the_job(worker: FakeWorker, http: httpx.AsyncCli
         "expected_output_tokens": 5,
         "temperature": 0,
         "top_k": -1,
-        "seed": -1,
+        "seed": -2,
         "stop": "x",
         "logit_bias": {"65": -100},
         "service_tier": "priority",
@@ -252,7 +264,7 @@ async def test_parameters_reach_the_job(worker: FakeWorker, http: httpx.AsyncCli
     assert job.lane == "interactive"
     assert (params.max_tokens, params.min_tokens, params.temperature) == (7, 2, 0.0)
     assert params.expected_tokens == 7  # its end is ignored
-    assert (params.top_k, params.seed, params.stop) == (0, 2**63 - 1, ("x",))
+    assert (params.top_k, params.seed, params.stop) == (0, 2**63 - 2, ("x",))
     assert (params.logit_bias, params.ignore_eos, params.logprobs) == ({65: -100.0}, True, 2)
 
 

@@ -53,6 +53,16 @@ CASES = {
     "stop string that never completes": Case(never_stops_at=(10, 14)),
     "stop string, but not yet": Case({"min_tokens": 20}, stops_at=(3, 6)),
     "stop token": Case(stop_token_at=15),
+    "stop string that is shown": Case({"include_stop_str_in_output": True}, stops_at=(10, 14)),
+    "stop token that is shown": Case({"include_stop_str_in_output": True}, stop_token_at=15),
+    "special tokens that are shown": Case(
+        {
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        },
+        eos_rate=1 / 4,
+    ),
     "logprobs": Case({"logprobs": 2}),
     "prompt_logprobs": Case({"prompt_logprobs": 1, "max_tokens": 12}),
 }

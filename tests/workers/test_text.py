@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer, output_text
+from workers.output.stop_strings import StopStrings
 from workers.supervisor.held_job import ChoiceText
 
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
@@ -40,7 +42,7 @@ def test_invalid_utf_8_does_not_affect_the_text_around_it(raw: bytes) -> None:
     assert run(raw)[0] == raw.decode(errors="replace")
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=9))
 def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
     text: str, stop: list[str]
 ) -> None:
@@ -54,6 +56,42 @@ def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
     whole, pieces, stopped = run(text, *stop)
     assert (whole, stopped) == (expected, found)
     assert all(expected.startswith("".join(pieces[:n])) for n in range(len(pieces)))
+
+
+def test_the_stop_string_that_ends_a_choice_is_named() -> None:
+    """The one at the first place."""
+    choice = ChoiceText(tokenizer, (65,), ("bcd", "ab"), 0)
+    assert "".join(map(choice.push, encode_text("xab"))) == "x"
+    assert (choice.is_stopped, choice.stop_string) == (True, "ab")
+
+
+def test_a_stop_that_is_shown_ends_the_text() -> None:
+    """Whole, and nothing is held back for it."""
+    choice = ChoiceText(tokenizer, (), ("bc",), 0, shows_stop=True)
+    assert [choice.push(token_id) for token_id in b"abc"] == ["a", "b", "c"]
+    assert choice.is_stopped
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_added_tokens_are_joined_where_no_spaces_are_wanted(joins: bool) -> None:
+    """As vLLM does: a tokenizer that shows a space before each token shows none between them."""
+    plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    plain.add_special_tokens(["<x>", "<y>"])
+    ids = [0, 2, 3, 1]
+    choice = ChoiceText(plain, (), (), 0, frozenset(), joins_special=joins)
+    text = "".join(map(choice.push, ids)) + choice.flush()
+    assert text == ("a <x><y> b" if joins else plain.decode(ids, skip_special_tokens=False))
+
+
+def test_the_steps_of_a_search_are_linear_in_the_text_however_many_stops_there_are() -> None:
+    """Also where each character ends what thousands of them begin with: a step back undoes one
+    forward."""
+    stops = StopStrings(tuple("a" * num + end for num in range(1, 120) for end in "bc"))
+    num_steps, state = 0, 0
+    for char in ("a" * 300 + "d") * 5:
+        before, state = state, stops.after(state, char)
+        num_steps += 1 + max(0, stops.num_begun[before] + 1 - stops.num_begun[state])
+    assert num_steps <= 2 * 301 * 5
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

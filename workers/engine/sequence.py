@@ -251,7 +251,8 @@ def check_request(
     if not len(request.outputs) == len(request.finished) == num_choices:
         raise _bad("the job must bring one output and one end mark per choice")
     # An id outside the vocabulary reads out of bounds on the device and affects all jobs.
-    for token_ids in (*request.prompts, *request.outputs, tuple(params.logit_bias)):
+    listed = tuple(params.logit_bias), params.allowed_token_ids, *params.bad_words
+    for token_ids in (*request.prompts, *request.outputs, *listed):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
 
@@ -328,6 +329,7 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         "min_tokens and ignore_eos cannot be combined with a grammar": not (
             params.grammar and (params.min_tokens or params.ignore_eos)
         ),
+        "a bad word must have tokens": all(params.bad_words),
         "repetition_penalty must be positive": params.repetition_penalty > 0,
         f"logprobs must be from 0 to {vocab_size}": 0 <= (params.logprobs or 0) <= vocab_size,
         f"prompt_logprobs must be from 0 to {vocab_size}": (

@@ -148,6 +148,8 @@ def _lowest_of_top_p(scores: Tensor, candidates: Tensor, lowest: Tensor, top_p: 
 
 # A lower temperature means greedy: the scaled logits would overflow float32.
 LOWEST_TEMPERATURE = 1e-5
+# Of the last token of a bad word: finite, so that one is taken where nothing else is allowed.
+_LEAST = -1e30
 _NO_TOKEN = -1  # the row's logits are not finite numbers
 _NOT_FINITE = "the model's logits are not finite numbers"
 
@@ -276,7 +278,8 @@ def adjust_logits(
     """logits (num_rows, vocab_size) of any float type, one row per sequence -> the same if no row
     asks for a change, else a changed copy in float32. Waits for `masks`.
 
-    Order: masks, bias, repetition, presence and frequency penalty, bans until `min_tokens`.
+    Order: masks, allowed tokens, bias, repetition, presence and frequency penalty, bad words, bans
+    until `min_tokens`.
     """
     rows = [i for i, s in enumerate(sequences) if asks_for_change(s)]
     constrained = None if masks is None else masks.of(sequences)
@@ -291,6 +294,12 @@ def adjust_logits(
     flat = scores.view(-1)
     params = {row: sequences[row].params for row in rows}
     vocab_size = scores.shape[1]
+    for row, p in params.items():
+        if p.allowed_token_ids:
+            allowed = torch.tensor(p.allowed_token_ids, device=scores.device)
+            kept = scores[row, allowed]
+            scores[row] = float("-inf")
+            scores[row, allowed] = kept
     biases = [
         (row * vocab_size + token_id, value)
         for row, p in params.items()
@@ -306,6 +315,14 @@ def adjust_logits(
         some = [sequences[row] for row in penalised]
         known = _known_tokens(some, scores.device)
         penalise(scores, penalised, [sequence.params for sequence in some], *known)
+    bad = [
+        row * vocab_size + word[-1]
+        for row, p in params.items()
+        for word in p.bad_words
+        if _ends_with(sequences[row], word[:-1])
+    ]
+    if bad:
+        flat.index_fill_(0, torch.tensor(bad, device=flat.device), _LEAST)
     banned = [
         row * vocab_size + token_id
         for row in rows
@@ -318,11 +335,19 @@ def adjust_logits(
     return scores
 
 
+def _ends_with(sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
+    """Whether these are the last tokens of its output."""
+    num = len(token_ids)
+    return num <= sequence.num_output and (
+        num == 0 or tuple(sequence.token_ids[-num:]) == token_ids
+    )
+
+
 def asks_for_change(sequence: Sequence) -> bool:
     """Whether the sequence's logits are changed before a token is chosen."""
     params = sequence.params
     return (
-        bool(params.logit_bias)
+        bool(params.logit_bias or params.allowed_token_ids or params.bad_words)
         or sequence.num_output < params.min_tokens
         or _is_penalised(sequence)
     )

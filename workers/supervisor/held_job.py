@@ -23,6 +23,7 @@ from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
+from workers.output.stop_strings import stop_strings
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 _PYTHON_TAG = "<|python_tag|>"
@@ -88,7 +89,12 @@ class ChoiceText:
         stop: tuple[str, ...],
         min_tokens: int,
         hidden_ids: Collection[int] | None = None,
+        *,
+        shows_stop: bool = False,
+        joins_special: bool = False,
     ) -> None:
+        """`shows_stop`: a stop string or token is part of the text. `joins_special`: an added token
+        after another has no space before it, as in vLLM."""
         self._tokenizer = tokenizer
         self._skips_special = hidden_ids is None
         self._hidden_ids = hidden_ids or ()
@@ -99,11 +105,16 @@ class ChoiceText:
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         # Ids that do not form a whole character yet.
         self._undecoded: list[int] = context if self._prompt_end else []
-        self._stop = stop
+        self._stops = stop_strings(stop)
+        self._begun = 0  # state of the stop strings
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self.shows_stop = shows_stop
+        added = tokenizer.get_added_tokens_decoder() if joins_special else {}
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._was_added = False
         self._held = ""  # decoded, but possibly the start of a stop string
-        self.is_stopped = False
+        self.is_stopped, self.stop_string = False, ""
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token releases. Sets `is_stopped` after a stop string."""
@@ -117,9 +128,11 @@ class ChoiceText:
             return ""
         self._undecoded.clear()
         piece = self._after_prompt(piece)
-        if self._num_tokens <= self._min_tokens or not self._stop:
-            return piece
-        return self._release(self._held + piece)
+        if self._added:
+            content = self._added.get(token_id)
+            piece = content if content is not None and self._was_added else piece
+            self._was_added = content is not None
+        return piece if self._num_tokens <= self._min_tokens else self._release(piece)
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
@@ -134,22 +147,18 @@ class ChoiceText:
         self._prompt_end = ""
         return text
 
-    def _release(self, text: str) -> str:
-        """Returns `text` up to its first stop string, or up to what may begin one."""
-        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
-        if starts:
-            self.is_stopped, self._held = True, ""
-            return text[: min(starts)]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        cut = len(text) - num_held
+    def _release(self, piece: str) -> str:
+        """Returns the text up to its first stop string, or up to what may begin one."""
+        stops, text = self._stops, self._held + piece
+        for end, char in enumerate(piece, len(self._held) + 1):
+            self._begun = stops.after(self._begun, char)
+            if num := stops.num_found[self._begun]:
+                self.is_stopped, self._held = True, ""
+                self.stop_string = text[end - num : end]
+                return text[: end if self.shows_stop else end - num]
+        cut = len(text) - (0 if self.shows_stop else stops.num_begun[self._begun])
         self._held = text[cut:]
         return text[:cut]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
@@ -174,10 +183,12 @@ class Choice:
     has_news: bool = False
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
-        """Adds a token and the text it releases. A stop token has no text."""
+        """Adds a token and the text it releases. A stop token has no text, unless it is shown."""
         self.token_ids.append(token_id)
-        if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-            self.end(FinishReason.STOP)
+        if finish_reason is FinishReason.TOOL_CALLS:
+            finish_reason = FinishReason.STOP
+        if finish_reason is FinishReason.STOP and not self.text.shows_stop:
+            self.end(finish_reason)
             return
         self._add_token(self.text.push(token_id))
         if self.text.is_stopped:
@@ -301,9 +312,19 @@ class HeldJob:
     ) -> Choice:
         params, hidden_ids = self.job.params, None
         parser = None if formats is None else formats.parser(self.job, prompt_ids)
-        if formats is not None and parser is not None:
+        if not params.skip_special_tokens:
+            hidden_ids = frozenset[int]()
+        elif formats is not None and parser is not None:
             hidden_ids = formats.hidden_ids(self.job)
-        text = ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens, hidden_ids)
+        text = ChoiceText(
+            tokenizer,
+            prompt_ids,
+            params.stop,
+            params.min_tokens,
+            hidden_ids,
+            shows_stop=params.include_stop_str_in_output,
+            joins_special=not (params.skip_special_tokens or params.spaces_between_special_tokens),
+        )
         return Choice(text, parser)
 
     @property
@@ -506,6 +527,7 @@ class HeldJob:
             tool_calls=tuple(choice.new.tool_calls),
             vector=choice.new_vector,
             num_reasoning=choice.num_reasoning - choice.num_reasoning_logged,
+            stop=choice.text.stop_string,
         )
         choice.num_reasoning_logged = choice.num_reasoning
         choice.num_logged = len(choice.token_ids)

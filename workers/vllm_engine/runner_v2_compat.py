@@ -86,6 +86,7 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         if (choice := choice_of(sampling_params)) is not None:
             sampling_params.logit_bias = choice.params.logit_bias or None
             sampling_params.min_p = choice.params.min_p
+            sampling_params._bad_words_token_ids = [list(ids) for ids in choice.params.bad_words]
         if len(sampling_params.logit_bias or ()) > MAX_BIASES:
             raise ValueError(f"logit_bias has more than {MAX_BIASES} tokens")
         if sampling_params.min_tokens and len(sampling_params.stop_token_ids) > MAX_ENDING_IDS:

@@ -84,10 +84,12 @@ def _by_processor(sequence: Sequence) -> dict[str, Any]:
 def _by_position(sequence: Sequence) -> dict[str, Any]:
     """vLLM's sampler; the processor masks, and counts the output that vLLM takes for prompt. It
     also hands `logit_bias` and `min_p` to vLLM, whose check of requests refuses them beside
-    speculative decoding, though its sampler applies them."""
+    speculative decoding, though its sampler applies them; and the tokens of `bad_words`, which vLLM
+    would find by its own tokenizer. vLLM does not see the start of a bad word that ends a logged
+    output."""
     params = sequence.params
     seed = (params.seed + (sequence.choice_of_prompt << 32)) % 2**63
-    changes = params.grammar, params.logit_bias, params.min_p
+    changes = params.grammar, params.logit_bias, params.min_p, params.bad_words
     penalties = params.presence_penalty, params.frequency_penalty
     extra = {"extra_args": _sent(sequence)} if any((*changes, *penalties)) else {}
     return _limits(sequence) | {"seed": seed} | extra
@@ -98,8 +100,8 @@ def _anew(sequence: Sequence) -> dict[str, Any]:
     the noise of its first tokens; penalties count its logged output as prompt. Raises
     RequestRefused for parameters without effect beside speculative decoding."""
     params = sequence.params
-    if params.min_p or params.logit_bias:
-        name = "min_p" if params.min_p else "logit_bias"
+    if refused := [name for name in _NOT_BESIDE_DRAFTS if getattr(params, name)]:
+        name = refused[0]
         message = f"{name} has no effect beside speculative decoding"
         raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
     return _limits(sequence) | {
@@ -109,11 +111,15 @@ def _anew(sequence: Sequence) -> dict[str, Any]:
     }
 
 
+_NOT_BESIDE_DRAFTS = "min_p", "logit_bias", "bad_words"
+
+
 def _limits(sequence: Sequence) -> dict[str, Any]:
     params = sequence.params
     draws = params.temperature >= LOWEST_TEMPERATURE
     return {
         "temperature": params.temperature if draws else 0.0,
+        "allowed_token_ids": list(params.allowed_token_ids) or None,
         "top_k": params.top_k,
         "top_p": params.top_p,
         "repetition_penalty": params.repetition_penalty,

@@ -19,6 +19,7 @@ from tests.gateway.mutations.seeds import (
     COMPLETIONS,
     EMBEDDINGS,
     JOBS,
+    MESSAGES,
     QUOTE,
     RERANK,
     RESPONSES,
@@ -33,7 +34,7 @@ from tests.gateway.mutations.values import Header
 _KINDS = {"near": 80, "far": 10, "bytes": 5, "head": 5}
 _PATHS = {
     **{CHAT: 32, COMPLETIONS: 30, JOBS: 20, QUOTE: 4, CHANGE: 4},
-    **{EMBEDDINGS: 3, RERANK: 2, SCORE: 2, CLASSIFY: 1, RESPONSES: 2},
+    **{EMBEDDINGS: 3, RERANK: 2, SCORE: 2, CLASSIFY: 1, RESPONSES: 2, MESSAGES: 3},
 }
 
 

@@ -76,8 +76,9 @@ def judge(request: Request, answer: httpx.Response, announced: Announced) -> Ite
 def _chunks(text: str) -> Iterator[Any]:
     """The chunks of a stream. Raises ValueError if it has no end."""
     parser = Parser()
-    yield from [event.data for event in parser.feed(text.encode())]
-    if not parser.is_done:
+    events = [*parser.feed(text.encode())]
+    yield from [event.data for event in events]
+    if not parser.is_done and events[-1].type not in ("message_stop", "error"):
         raise ValueError("the stream has no end")
 
 
@@ -106,7 +107,7 @@ def _judge_refusal(
     if code not in announced.codes:
         yield f"the code {code} is not in docs/api.md"
     if answer.status_code >= 500 and (
-        answer.status_code != 503 or "x-dropped-reason" not in answer.headers
+        answer.status_code not in (503, 529) or "x-dropped-reason" not in answer.headers
     ):
         yield f"failed: {answer.status_code} {code}"
     if code in FAULTS:

@@ -18,6 +18,7 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 SCORE, CLASSIFY = "/v1/score", "/v1/classify"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 JOBS = "/v1/jobs"
 QUOTE = "/v1/quote"
 CHANGE = "/v1/jobs/{job_id}"
@@ -177,6 +178,33 @@ _RESPONSES: tuple[Seed, ...] = (
 )
 
 
+_USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"canary-a": [1]}}
+_MESSAGES: tuple[Seed, ...] = (
+    _call(MESSAGES, "plain", messages=[_says("canary-hello")], max_tokens=4),
+    _call(
+        MESSAGES,
+        "blocks",
+        {"anthropic-version": "2023-06-01"},
+        system=_PARTS,
+        messages=[
+            _says([{"type": "text", "text": "canary-one", "cache_control": {"type": "ephemeral"}}]),
+            _says(
+                [{"type": "thinking", "thinking": "canary-two", "signature": "x"}, _USE],
+                "assistant",
+            ),
+            _says([{"type": "tool_result", "tool_use_id": "toolu_1", "content": _PARTS}]),
+        ],
+        max_tokens=4,
+        stop_sequences=["canary-end"],
+        temperature=0.5,
+        top_k=40,
+        stream=True,
+        thinking={"type": "adaptive"},
+        metadata={"user_id": "canary-user"},
+    ),
+)
+
+
 def _job(
     name: str, call: str, headers: Mapping[str, str] | None = None, path: str = JOBS, **fields: Any
 ) -> Seed:
@@ -217,4 +245,4 @@ _JOBS: tuple[Seed, ...] = (
     Seed("change, both", CHANGE, {"lane": "standard", "deadline_s": 604_800}),
 )
 
-SEEDS: tuple[Seed, ...] = _CALLS + _VECTORS + _RESPONSES + _JOBS
+SEEDS: tuple[Seed, ...] = _CALLS + _VECTORS + _RESPONSES + _MESSAGES + _JOBS

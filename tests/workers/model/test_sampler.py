@@ -1,15 +1,18 @@
 """The sampling pipeline, compared with references by row and with the distributions it promises."""
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import NoBadWordsLogitsProcessor
 
 from tests.workers.model.driver import make_sequence
 from workers.engine.interface import RowFailed, Sample
 from workers.engine.sequence import Sequence
+from workers.model import sampler
 from workers.model.sampler import (
     add_gumbel_noise,
     adjust_logits,
@@ -210,6 +213,30 @@ def test_bias_penalties_and_bans_equal_a_reference_per_row() -> None:
     ]
     torch.testing.assert_close(found, torch.tensor(expected))
     assert torch.equal(logits, before)
+
+
+def test_allowed_tokens_and_bad_words_equal_those_of_transformers() -> None:
+    """Bad words are those of the output alone, as in vLLM. If only bad words are allowed, one of
+    them is taken."""
+    chance = random.Random(0)
+    for _ in range(200):
+        output_ids = chance.choices(range(4), k=chance.randrange(6))
+        words = [chance.choices(range(4), k=chance.choice((1, 2, 3))) for _ in range(3)]
+        allowed = sorted(chance.sample(range(6), chance.choice((1, 3, 6))))
+        sequence = make_sequence(
+            [0, 1, 2, 3],
+            output_ids=output_ids,
+            allowed_token_ids=tuple(allowed),
+            bad_words=tuple(map(tuple, words)),
+        )
+        logits = torch.randn(1, 6)
+        found = adjust_logits(logits, [sequence])
+        without_bad = NoBadWordsLogitsProcessor(words)(torch.tensor([output_ids or [5]]), logits)
+        expected = torch.full_like(logits, -math.inf)
+        expected[:, allowed] = without_bad[:, allowed]
+        is_bad = found == sampler._LEAST
+        assert torch.equal(found.masked_fill(is_bad, -math.inf), expected)
+        assert int(draw(logits, [sequence])[0].token_id) in allowed
 
 
 def test_ids_outside_the_vocabulary_change_nothing() -> None:

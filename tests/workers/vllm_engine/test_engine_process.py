@@ -47,6 +47,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "limits": {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
     "penalties": PENALTIES,
     "bias": {"temperature": 0.0, "logit_bias": {7: 30.0, 9: -100.0}},
+    "listed tokens": {
+        "temperature": 1.0,
+        "allowed_token_ids": tuple(range(5, 25)),
+        "bad_words": (
+            (7,),
+            *((first, second) for first in range(5, 15) for second in range(5, 15)),
+        ),
+    },
     "choices": {"temperature": 1.0, "n": 3},
     "least length": {"temperature": 1.0, "min_tokens": 20, "ignore_eos": False},
 }
