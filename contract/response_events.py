@@ -5,7 +5,7 @@ the same bytes, however often, and a callback the same response.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -178,9 +178,11 @@ class ResponseEvents:
             **self._record.shown,
         }
 
-    def error(self, code: str, message: str) -> Event:
-        """An event of the stream's own failure, after which the stream ends."""
-        return self._event("error", code=code, message=message, param=None)
+    def error(self, body: Mapping[str, Any]) -> Event:
+        """An event of the stream's own failure, after which the stream ends. Some clients read
+        `error`, as in the body of a refusal, others its members beside the event's type."""
+        members = {name: body["error"][name] for name in ("code", "message", "param")}
+        return self._event("error", **members, error=body["error"])
 
     def _usage(self, view: JobView) -> dict[str, Any]:
         num_input, num_output = view.num_prompt_tokens, view.num_output_tokens

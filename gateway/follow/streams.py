@@ -397,7 +397,7 @@ async def response_stream(
                 raise _time_is_up(job, events.num_events)
     except BatchwayError as exc:
         error = to_call_error(exc)
-        yield _messages([events.error(error.code, error.message)], -1)
+        yield _messages([events.error(error.body())], -1)
     yield sse.DONE
 
 

@@ -50,7 +50,7 @@ from gateway.prepare.unsupported import (
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
-_UNREADABLE_PARTS = frozenset({"input_file", "input_audio", "refusal"})
+_UNREADABLE_PARTS = frozenset({"input_file", "input_audio"})
 # Of items of tools that OpenAI hosts, or that only its own models use.
 _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
@@ -119,8 +119,16 @@ class ImagePart(StrictModel):
         return self
 
 
+class RefusalPart(StrictModel):
+    """Text by which a model declined in an earlier turn."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 _InputParts = Annotated[
-    list[Annotated[TextPart | ImagePart, Discriminator("type")]], Field(max_length=MAX_PARTS)
+    list[Annotated[TextPart | ImagePart | RefusalPart, Discriminator("type")]],
+    Field(max_length=MAX_PARTS),
 ]
 Content = Annotated[_InputParts, BeforeValidator(_parts, json_schema_input_type=str | _InputParts)]
 
@@ -138,8 +146,7 @@ class MessageItem(StrictModel):
         for part in content:
             if "text" in part:
                 part["type"] = "output_text" if is_output else "input_text"
-        if is_output:
-            content = [part | {"annotations": [], "logprobs": []} for part in content]
+                part.update({"annotations": [], "logprobs": []} if is_output else {})
         return {"type": "message", "role": self.role, "status": "completed", "content": content}
 
 
@@ -319,6 +326,12 @@ class TextFormat(Wanted):
             if is_given != (self.type == "json_schema"):
                 raise refusal("must be given with type json_schema, and only then", name)
         return self
+
+    def shown(self) -> dict[str, Any]:
+        given = self.model_dump(by_alias=True, exclude_unset=True)
+        if self.type != "json_schema":
+            return given
+        return {"description": None} | given | {"strict": bool(self.strict)}
 
     def of_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":

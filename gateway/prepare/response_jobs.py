@@ -133,9 +133,9 @@ def _content(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(parts, str):
         return parts
     if all(part["type"] != "input_image" for part in parts):
-        return "\n".join(part["text"] for part in parts)
+        return "\n".join(_text(part) for part in parts)
     return [
-        {"type": "text", "text": part["text"]}
+        {"type": "text", "text": _text(part)}
         if part["type"] != "input_image"
         else {
             "type": "image_url",
@@ -143,6 +143,10 @@ def _content(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         }
         for part in parts
     ]
+
+
+def _text(part: dict[str, Any]) -> str:
+    return str(part["refusal" if part["type"] == "refusal" else "text"])
 
 
 def _call(item: Item) -> dict[str, Any]:
@@ -203,11 +207,7 @@ def _shown(job: Job, body: ResponseBody) -> dict[str, Any]:
         "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
         "store": body.is_stored,
         "temperature": job.params.temperature,
-        "text": {
-            "format": {"type": "text"}
-            if format_ is None
-            else format_.model_dump(by_alias=True, exclude_unset=True)
-        },
+        "text": {"format": {"type": "text"} if format_ is None else format_.shown()},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.functions],
         "top_logprobs": body.top_logprobs or 0,

@@ -192,6 +192,52 @@ async def test_an_output_is_parsed_by_its_schema(client: AsyncOpenAI, worker: Fa
     assert not accepts(worker.seen[0].params.grammar, "Hi")
 
 
+FORMAT = {"type": "json_schema", "name": "sum", "schema": PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"description": None, "strict": None},
+        {"description": "A sum.", "strict": False},
+        {"strict": True},
+    ],
+)
+async def test_a_format_of_a_schema_is_shown_with_all_its_members(
+    http: httpx.AsyncClient, worker: FakeWorker, given: dict[str, Any]
+) -> None:
+    """Open Responses requires them of a response, not of a request."""
+    worker.script = says("{}")
+    answer = await http.post("/v1/responses", json=BODY | {"text": {"format": FORMAT | given}})
+    described = {"description": given.get("description"), "strict": bool(given.get("strict"))}
+    assert answer.json()["text"] == {"format": FORMAT | described}
+
+
+async def test_what_a_model_declined_is_read_as_its_text(
+    client: AsyncOpenAI, http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """Alone and beside other text; among the items it stays what it was."""
+    refused = {"type": "refusal", "refusal": "I cannot."}
+    said: dict[str, Any] = {"type": "output_text", "text": "Well."}
+    shown = said | {"annotations": [], "logprobs": []}
+    for given, kept, text in (
+        ([refused], [refused], "I cannot."),
+        ([said, refused], [shown, refused], "Well.\nI cannot."),
+    ):
+        declined = {"role": "assistant", "content": given}
+        body = BODY | {"input": [declined, {"role": "user", "content": "Why?"}]}
+        response = (await http.post("/v1/responses", json=body)).json()
+        await client.responses.create(
+            model=MODEL, input="Go on.", previous_response_id=response["id"]
+        )
+        turns = f"assistant: {text}\nuser: Why?\nassistant: "
+        assert output_text(worker.seen[-2].prompt_ids) == turns
+        assert output_text(worker.seen[-1].prompt_ids).startswith(turns)
+        items = await http.get(f"/v1/responses/{response['id']}/input_items?order=asc")
+        assert items.json()["data"][0]["content"] == kept
+
+
 async def test_log_probabilities_are_those_of_the_text(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:

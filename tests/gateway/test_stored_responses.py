@@ -18,7 +18,9 @@ from tests.fakes import output_text
 from tests.fleet import until
 from tests.gateway.conftest import Bearer, Gateways, answered, gateway_client
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.test_losses import lose_event
 from tests.gateway.test_responses_api import BODY, TOOL, client, thinks_and_calls
+from tests.streams import events_of
 
 __all__ = ["client"]
 pytestmark = pytest.mark.anyio
@@ -115,6 +117,38 @@ async def test_the_official_client_resumes_a_stream(
 
     assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
     assert [events[0].type, events[-1].type] == ["response.queued", "response.completed"]
+
+
+async def test_a_stream_that_cannot_go_on_tells_every_client(
+    client: AsyncOpenAI, http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """As OpenAI's client reads it, which raises, and in the members of its event."""
+    response = await client.responses.create(model=MODEL, input="Hi", background=True)
+    claimed = await idle_worker.claim()
+    first, second, third = says("a", "b", "c")(claimed.job)
+    await idle_worker.say(claimed, 1, first)
+    await idle_worker.say(claimed, 2, second)
+    events = await client.responses.retrieve(response.id, stream=True)
+    async with http.stream("GET", f"/v1/responses/{response.id}?stream=true") as answer:
+        plain = events_of(answer)
+        while (await anext(plain)).data.get("delta") != "b":
+            pass
+        while getattr(await anext(events), "delta", "") != "b":
+            pass
+        await lose_event(idle_worker, claimed.job.id, 2)
+        await idle_worker.say(claimed, 2, third)
+        with pytest.raises(openai.APIError) as raised:
+            await anext(events)
+        last = (await anext(plain)).data
+
+    assert raised.value.code == last["code"] == "stream_reset"
+    assert raised.value.body == last["error"]
+    assert last == {
+        **last["error"],
+        "type": "error",
+        "error": last["error"],
+        "sequence_number": last["sequence_number"],
+    }
 
 
 async def test_a_background_response_is_cancelled(
