@@ -126,6 +126,10 @@ class RefusalPart(StrictModel):
     refusal: str
 
 
+_OutputParts = Annotated[
+    list[Annotated[TextPart | ImagePart, Discriminator("type")]], Field(max_length=MAX_PARTS)
+]
+Output = Annotated[_OutputParts, BeforeValidator(_parts, json_schema_input_type=str | _OutputParts)]
 _InputParts = Annotated[
     list[Annotated[TextPart | ImagePart | RefusalPart, Discriminator("type")]],
     Field(max_length=MAX_PARTS),
@@ -171,7 +175,7 @@ class FunctionCallItem(CalledFunction):
 class FunctionOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Content
+    output: Output
     id: ItemId | None = None
     status: Status | None = None
 

@@ -103,6 +103,9 @@ def samples(schema: Schema, defs: Schema) -> list[Any]:
                 pattern = branch.get("pattern", "")
                 is_hash = pattern.endswith("{32}$")
                 start = "file-" if pattern.startswith("^file-") else ""
+                if pattern.endswith("[smhd]$"):
+                    found.append("24h")
+                    continue
                 found.append(start + "a" * (32 if is_hash else branch.get("minLength", 1)))
             case "integer" | "number":
                 found.append(max(1, branch.get("minimum", 1)))

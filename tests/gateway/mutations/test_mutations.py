@@ -105,6 +105,8 @@ def test_every_route_with_a_body_has_seeds() -> None:
         and operation["tags"][0] not in ("files", "lanes", "operations", "tokens", "uploads")
     } - {
         ("POST", "/v1/batches"),
+        ("PATCH", "/v1/batches/{batch_id}"),
+        ("POST", "/v1/jobs/{job_id}/token"),
         ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/messages/count_tokens"),
     }
