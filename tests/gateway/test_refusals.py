@@ -193,7 +193,7 @@ COSTLY: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}),
     ("/v1/responses/input_tokens", {"model": MODEL, "input": "Hi"}),
     ("/v1/messages/count_tokens", CHAT),
-    ("/v1/completions", BODY | {"max_tokens": -1}),
+    ("/v1/completions", BODY | {"max_tokens": -2}),
 ]
 
 
