@@ -250,7 +250,7 @@ async def test_bad_requests_do_not_disturb_a_stream(stack: Stack) -> None:
     """Each error names the wrong parameter."""
     nonsense: list[tuple[dict[str, Any], int, str | None]] = [
         ({"model": "nobody"}, 404, "model"),
-        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": -2}, 400, "max_tokens"),
         ({"tools": [{"type": "function"}]}, 400, "tools.0.function"),
         ({"messages": "hello"}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),

@@ -255,7 +255,7 @@ async def _batch(caller: Caller, rng: random.Random) -> None:
                 "custom_id": f"{number}",
                 "method": "POST",
                 "url": "/v1/chat/completions",
-                "body": _messages(rng, **({"max_tokens": -1} if number == 0 else {})),
+                "body": _messages(rng, **({"max_tokens": -2} if number == 0 else {})),
             }
         ).encode()
         for number in range(rng.randrange(2, 10))
@@ -324,7 +324,7 @@ async def _refused_call(caller: Caller, rng: random.Random) -> None:
     path, options, statuses = rng.choice(
         (
             ("/v1/completions", {"json": _body(rng, model="nobody")}, (404,)),
-            ("/v1/completions", {"json": _body(rng, max_tokens=-1)}, (400,)),
+            ("/v1/completions", {"json": _body(rng, max_tokens=-2)}, (400,)),
             ("/v1/completions", {"json": _body(rng, prompt="x" * 5000)}, (400,)),
             ("/v1/completions", {"json": _body(rng, unknown=1)}, (400,)),
             ("/v1/chat/completions", {"json": _body(rng)}, (400,)),

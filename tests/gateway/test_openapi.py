@@ -5,6 +5,7 @@ each response must be one that it announces.
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -157,7 +158,9 @@ def some_file_ids(url: str) -> list[str]:
 def some_batch_ids(url: str) -> list[str]:
     """Ids of a batch, and of none."""
     asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
-    return made(url, "/v1/batches", asked | {"input_file_id": some_file_ids(url)[0]})
+    asked["input_file_id"] = some_file_ids(url)[0]
+    later = asked | {"start_at": time.time() + 86_400}
+    return made(url, "/v1/batches", *[later] * 3)
 
 
 def some_upload_ids(url: str) -> list[str]:

@@ -249,7 +249,7 @@ async def test_a_long_body_of_a_refused_call_is_not_read(gateway: Gateways, bear
         yield long
 
     async with gateway() as http:
-        await http.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=limited)
+        await http.post("/v1/completions", json=BODY | {"max_tokens": -2}, headers=limited)
         headers = {**JSON, **limited, "content-length": str(len(long))}
         refused = await http.post("/v1/completions", content=content(), headers=headers)
         assert refusal_of(refused)[:2] == (429, "tenant_quota")

@@ -112,13 +112,14 @@ class FilesWalk(Walk):
         super().__init__(world, seed)
         self.calls = FileCalls(world)
         self.files: dict[str, tuple[int, int]] = {}  # bytes, ms until it expires
-        self.batches: dict[str, list[Any]] = {}  # status, token, ms of the lease
+        self.batches: dict[str, list[Any]] = {}  # status, token, ms of the lease, of the start
         self.most = self.rng.choice([0, 60])
         self.num = 0
 
     def steps(self) -> Steps:
         files = [(14, self.add_file), (8, self.drop), (3, self.find), (6, self.delete_due)]
         batches = [(8, self.add_batch), (5, self.stop), (12, self.feed), (30, self.save)]
+        batches += [(4, self.move)]
         return [
             *files,
             *batches,
@@ -172,10 +173,26 @@ class FilesWalk(Walk):
     def add_batch(self) -> None:
         name, most = self.a_new_name(), self.rng.choice([0, 3])
         num_open = sum(n[0] == name[0] and b[0] in NEXT for n, b in self.batches.items())
-        said = self.calls.batch(name, max_open=most, callback=self.rng.choice(["", "a"]))
+        terms: dict[str, Any] = {"max_open": most, "callback": self.rng.choice(["", "a"])}
+        start_ms = self.a_start() if self.flip(0.3) else 0
+        said = self.calls.batch(name, start_at_s=start_ms / 1000, **terms)
         assert said == ("BatchesFull" if most and num_open >= most else "None")
         if said == "None":
-            self.batches[name] = ["validating", "", 0]
+            self.batches[name] = ["validating", "", 0, start_ms]
+
+    def a_start(self) -> int:
+        """ms; sometimes over."""
+        return self.world.now_ms // 1000 * 1000 + self.rng.choice([-3000, 2000, 9000])
+
+    def move(self) -> None:
+        name, tenant = self.a_name(self.batches), self.rng.choice(TENANTS)
+        start_ms, known, now_ms = self.a_start(), self.batches.get(name), self.world.now_ms
+        said = self.calls.move(name, start_ms / 1000, tenant)
+        if known is None or tenant != name[0]:
+            assert said is None
+            return
+        assert said == (known[3] > now_ms and known[0] in ("validating", "in_progress"))
+        known[3] = max(start_ms, now_ms) if said else known[3]
 
     def stop(self) -> None:
         name, tenant = self.a_name(self.batches), self.rng.choice(TENANTS)
@@ -193,15 +210,16 @@ class FilesWalk(Walk):
         runs, most, now_ms = self.flip(0.5), self.rng.choice([0, 1, 2, 9]), self.world.now_ms
         waiting = {n for n, b in self.batches.items() if b[0] in NEXT and b[2] <= now_ms}
         free = {n for n in waiting if (self.batches[n][0] == "in_progress") == runs}
+        free -= {n for n in free if runs and self.batches[n][3] > now_ms}
         found = self.calls.feed(self.num, most, runs=runs)
         assert set(found) <= free
         assert len(found) == min(most, len(free))
         for name in found:
-            self.batches[name][1:] = [self.num, now_ms + LEASE_MS]
+            self.batches[name][1:3] = [self.num, now_ms + LEASE_MS]
 
     def save(self) -> None:
         name = self.a_name(self.batches)
-        known = self.batches.get(name, ["", 0, 0])
+        known = self.batches.get(name, ["", 0, 0, 0])
         token = known[1] if self.flip(0.85) else self.num
         status = self.rng.choice(NEXT.get(known[0], ("failed",))) if self.flip(0.6) else ""
         expected = known[0] if self.flip(0.5) else self.rng.choice(["", "", "in_progress"])
