@@ -4,6 +4,7 @@ each response must be one that it announces.
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def some_response_ids(url: str) -> list[str]:
 
 def some_file_ids(url: str) -> list[str]:
     """Ids of files, and of none."""
-    content, data = {"file": ("a.jsonl", b"{}")}, {"purpose": "batch"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": CALL}
+    content, data = {"file": ("a.jsonl", json.dumps(line))}, {"purpose": "batch"}
     known = [httpx.post(f"{url}/v1/files", files=content, data=data).json()["id"] for _ in range(3)]
     return [*known, "no id"]
 
