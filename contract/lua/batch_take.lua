@@ -1,5 +1,6 @@
 -- batch_take: leases unfinished batches that no feeder holds: of the tenant with the fewest that are
--- held first, then with the earliest end of their window; none in progress whose start is to come. Of many open ones it looks at MAX_LOOKS in a row, which the token draws.
+-- held first, then with the earliest end of their window; none in progress whose start is to come. Of
+-- many open ones it looks at MAX_LOOKS in a row, which the token draws.
 -- `batches_fed` tells for an hour that there is a feeder.
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states

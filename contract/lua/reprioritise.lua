@@ -3,7 +3,8 @@
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 lane ('': as it is)  4 deadline (ms from now, or from
 --       its start if that is to come, '': as it is)  5 start (Unix ms, '': as it is); it takes the deadline along
--- reply {'OK'}   {status} it has ended   {'RUNNING'} a worker had claimed it, it gets no other start   {'NOT_FOUND'} no such job of the tenant
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} no such job of the tenant
+--       {'RUNNING'} a worker had claimed it: it gets no other start
 local function move_start(tag, job, start, now)
   local waits = later.holds(job)
   if start <= now and not waits then return end
