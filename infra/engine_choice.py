@@ -98,6 +98,8 @@ def own_key(values: Mapping[str, Any]) -> str | None:
     for place, lane in lanes.items():
         if lane.itl_target_s is not None:
             return f"{place}.itl_target_ms"
+        if lane.max_slowdown is not None:
+            return f"{place}.max_slowdown"
     if values.get("speculation"):
         return "speculation"
     return next((key for key in _OF_OWN_ENGINE if key in values), None)

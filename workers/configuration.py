@@ -204,6 +204,7 @@ _positive_share = _real(lambda value: 0 < value <= 1, "over 0 and at most 1")
 _minimum_share = _real(
     lambda value: 0 <= value < 1, "at least 0 and below 1, or the other lanes get nothing"
 )
+_slowdown = _real(lambda value: value > 1, "over 1")
 _seconds = _real(lambda value: value >= 0, "seconds, at least 0")
 _milliseconds = _real(lambda value: value > 0, "milliseconds, over 0", per_unit=1000.0)
 
@@ -275,6 +276,7 @@ _LANE: Mapping[str, Rule] = {
     "itl_target_ms": _checked(_milliseconds),
     "minimum_share": _checked(_minimum_share),
     "ageing_tokens": _checked(_integer(1)),
+    "max_slowdown": _checked(_slowdown),
     "strategy": _strategy,
 }
 _FILE: Mapping[str, Rule] = {

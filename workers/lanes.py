@@ -17,13 +17,16 @@ class Lane:
     min_share: float = 0.0  # of the computed tokens, while the lane has work
     # An unserved tenant rises by one priority for this many tokens of others.
     ageing_tokens: int = 32_768
+    # Its work lengthens the steps of lanes without this limit by at most so many times. None: it is
+    # one of those.
+    max_slowdown: float | None = None
 
 
 STANDARD = Lane("standard", priority=1)
 DEFAULT_LANES = (
     Lane("interactive", priority=0, itl_target_s=0.1),
     STANDARD,
-    Lane("batch", priority=2, min_share=0.05),
+    Lane("batch", priority=2, min_share=0.05, max_slowdown=1.3),
 )
 
 
@@ -37,7 +40,7 @@ def lanes_of(options: Sequence[LaneOptions]) -> list[Lane]:
         lanes = {name: dataclasses.replace(lane, min_share=0.0) for name, lane in lanes.items()}
     for given in options:
         lane = lanes.get(given.name) or dataclasses.replace(STANDARD, name=given.name)
-        names = ("priority", "itl_target_s", "min_share", "ageing_tokens")
+        names = ("priority", "itl_target_s", "min_share", "ageing_tokens", "max_slowdown")
         values = {name: getattr(given, name) for name in names}
         changes = {name: value for name, value in values.items() if value is not None}
         lanes[given.name] = dataclasses.replace(lane, **changes)

@@ -136,6 +136,7 @@ def test_options_of_the_own_engine_take_it(
         ("strategy: static", "strategy static"),
         ("lanes: {night: {strategy: static}}", "lanes.night.strategy static"),
         ("lanes: {night: {itl_target_ms: 50}}", "lanes.night.itl_target_ms"),
+        ("lanes: {night: {max_slowdown: 2}}", "lanes.night.max_slowdown"),
         ("speculation: true", "speculation"),
         ("prefill_share: 0.5", "prefill_share"),
         ("kv_high_water: 0.5", "kv_high_water"),

@@ -27,6 +27,7 @@ lanes:
     priority: 0
     itl_target_ms: 80
     ageing_tokens: 5000
+    max_slowdown: 1.5
   batch:
     priority: 2
     minimum_share: 0.05
@@ -56,6 +57,7 @@ def test_every_key_reaches_its_option() -> None:
                 priority=0,
                 itl_target_s=0.08,
                 ageing_tokens=5000,
+                max_slowdown=1.5,
             ),
             LaneOptions(
                 name="batch", priority=2, min_share=0.05, strategy=StrategyOptions(name="static")
@@ -84,6 +86,8 @@ WRONG = [
      "lanes get nothing, not 1"),
     ("lanes:\n  a: {minimum_share: 0.6}\n  b: {minimum_share: 0.6}\n",
      "batching.yaml:2: lanes: the minimum shares add up to more than 1"),
+    ("lanes:\n  batch:\n    max_slowdown: 1\n",
+     "batching.yaml:3: lanes.batch.max_slowdown: must be over 1, not 1"),
     ("lanes:\n  batch:\n    itl_target_ms: -3\n",
      "batching.yaml:3: lanes.batch.itl_target_ms: must be milliseconds, over 0, not -3"),
     ("lanes: [batch]\n", "batching.yaml:1: lanes: must be a mapping of keys to values"),

@@ -43,7 +43,7 @@ class Lanes:
         self._num_live_of: Counter[Account] = Counter()
         self._served_at: dict[Account, int] = {}  # `_num_computed` when it was last served
         self._credits: dict[str, float] = {}
-        self._live_at: dict[str, float] = {}  # when lanes with a latency target last had work
+        self._live_at: dict[str, float] = {}  # when lanes last had work
         self.replace(table, max_credit)
 
     def replace(self, table: Seq[Lane], max_credit: int) -> None:
@@ -60,17 +60,11 @@ class Lanes:
     def priority_of(self, name: str) -> int:
         return self._table.get(name, STANDARD).priority
 
-    def tightest_target_s(self, now_s: float) -> float | None:
-        """The tightest latency target of the lanes with work now or in the last ten seconds."""
-        for name in self._num_live:
-            if self._table.get(name, STANDARD).itl_target_s is not None:
-                self._live_at[name] = now_s
-        targets = [
-            self._table.get(name, STANDARD).itl_target_s
-            for name, at_s in self._live_at.items()
-            if now_s - at_s <= _LATELY_S
-        ]
-        return min((target for target in targets if target is not None), default=None)
+    def live_lately(self, now_s: float) -> dict[str, Lane]:
+        """The lanes with work now or in the last ten seconds, by the names that jobs have."""
+        self._live_at |= dict.fromkeys(self._num_live, now_s)
+        names = [name for name, at_s in self._live_at.items() if now_s - at_s <= _LATELY_S]
+        return {name: self._table.get(name, STANDARD) for name in names}
 
     def level(self, sequence: Sequence) -> int:
         """The priority of its account after ageing; the smallest is served first."""
@@ -249,10 +243,10 @@ class WaitingQueue:
         self._num_queued_in -= Counter((sequence.lane,))
 
     def ordered(
-        self, lane: str | None = None, until: float = math.inf
+        self, lane: str | None, until: float, closed: Collection[str]
     ) -> Iterator[tuple[Rank, Sequence]]:
-        """The queued sequences of one lane or of all, below a level, in order. Lazy: the caller
-        may remove the one that was yielded last.
+        """The queued sequences of one lane or of all but the closed ones, below a level, in order.
+        Lazy: the caller may remove the one that was yielded last, and close its lane.
         """
         firsts: dict[int, list[tuple[_Place, Sequence]]] = {}
         for account, queue in self._queues.items():
@@ -262,10 +256,10 @@ class WaitingQueue:
         for level in sorted(firsts):
             if level >= until:
                 return
-            yield from self._merged(level, firsts[level])
+            yield from self._merged(level, firsts[level], closed)
 
     def _merged(
-        self, level: int, firsts: list[tuple[_Place, Sequence]]
+        self, level: int, firsts: list[tuple[_Place, Sequence]], closed: Collection[str]
     ) -> Iterator[tuple[Rank, Sequence]]:
         heads = [self._ranked(level, place, sequence) for place, sequence in firsts]
         heapify(heads)
@@ -274,7 +268,7 @@ class WaitingQueue:
             yield rank, sequence
             queue = self._queues.get(sequence.account, [])
             index = bisect_right(queue, place, key=itemgetter(0))
-            if index < len(queue):
+            if index < len(queue) and sequence.lane not in closed:
                 heapreplace(heads, self._ranked(level, *queue[index]))
             else:
                 heappop(heads)
@@ -305,6 +299,7 @@ class Order:
         policy: VirtualTokenCounters,
     ) -> None:
         self.includes_waiting = True  # otherwise only running ones, and those that just ran
+        self.closed: set[str] = set()  # lanes whose waiting ones are left out
         self._queue = queue
         self._started: list[tuple[Rank, Sequence]] = []
         level, key = lanes.level, policy.key
@@ -317,7 +312,9 @@ class Order:
         """Yields the sequences of a lane, or of all lanes, below a level. The caller may admit a
         waiting one when it is yielded."""
         self._merge_started()
-        waiting = self._queue.ordered(lane, until) if self.includes_waiting else iter(())
+        waiting = (
+            self._queue.ordered(lane, until, self.closed) if self.includes_waiting else iter(())
+        )
         head = next(waiting, None)
         for rank, sequence in self._running:
             if rank[0] >= until:

@@ -4,12 +4,14 @@ There are no prefill and decode phases: a sequence has one or more pending token
 as fit. Lanes and policy give the order, and `AdmissionCheck` decides on room.
 """
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict, RecentLengths
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
+from workers.engine.first_tokens import FirstTokens
 from workers.engine.interface import Chunk, EngineLimits, Padding
 from workers.engine.order import Lanes, Order, VirtualTokenCounters, WaitingQueue
 from workers.engine.sequence import Account, Sequence
@@ -46,6 +48,7 @@ class Scheduler:
         self._below_share_at = 0, 0  # change counters of running and waiting sequences then
         self._was_refused = False  # whether the last step lacked room for a sequence
         self._held: set[Sequence] = set()  # running, but late for their next step
+        self._first_tokens = FirstTokens()
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
             blocks, limits, self._lanes, lengths or RecentLengths(), self._running
@@ -82,6 +85,8 @@ class Scheduler:
         self._waiting.add(sequence)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
+        if self._lanes.of(sequence).max_slowdown is None:
+            self._first_tokens.arrive(sequence)
 
     def admit(self, sequences: Collection[Sequence]) -> None:
         """Releases waiting sequences: they may start when there is room."""
@@ -94,6 +99,7 @@ class Scheduler:
         self._running.discard(sequence)
         self._held.discard(sequence)
         self._waiting.discard(sequence)
+        self._first_tokens.leave(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
 
@@ -154,6 +160,8 @@ class Scheduler:
         predicted_s = 0.0
         if plan.chunks or padding:  # not all of them were held
             predicted_s = self.cost.observe([*singles, *padding], step_s, together.features)
+            limited = min(1.0, plan.limited_s / predicted_s) if predicted_s else 0.0
+            self._first_tokens.settle(plan, (1.0 - limited) * step_s, self.cost.coefficients[0])
         self._lanes.settle(singles, together.num_by_account)
         self._book_streams(together)
         return sum([self._book(chunk) for chunk in singles]), predicted_s
@@ -218,22 +226,58 @@ class Scheduler:
 
         The time limit is the tightest latency target of the lanes that have work or had some
         lately: their next request would wait for the step's end. If the streams with a target take
-        longer by themselves, all others get as much time as they.
+        longer by themselves, all others get as much time as they. Beside lanes without
+        `max_slowdown` those with one have less time.
         """
         plan = StepPlan(self.cost, num_tokens)
         plan.streams = streams = self._running.streams(self._held)
         if streams.sequences and self._limits.prefill_share is not None:
             num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
             plan.num_prefill_left = max(1, num_prefill)
-        target_s = self._lanes.tightest_target_s(now_s)
-        if target_s is not None and self.cost.is_ready:
-            others = {s: None for s in streams.sequences if self._target_s_of(s) is None}
+        lanes = self._lanes.live_lately(now_s)
+        if not self.cost.is_ready:
+            return plan
+        if not self._limits.prefill_only:
+            self._limit(plan, lanes)
+            streams = plan.streams
+        targets = {
+            name: lane.itl_target_s for name, lane in lanes.items() if lane.itl_target_s is not None
+        }
+        if targets:
+            others = {s: None for s in streams.sequences if s.lane not in targets}
             due = streams.without(others) if others else streams
             plan.has_due_streams = bool(due.sequences)
-            allowed_s = max(target_s, 2 * self.cost.predict(due.features))
+            allowed_s = max(min(targets.values()), 2 * self.cost.predict(due.features))
             plan.seconds_left = allowed_s - self.cost.coefficients[0]
-            plan.streams_s = self.cost.predict_added(streams.features)
+        plan.streams_s = self.cost.predict_added(streams.features)
         return plan
+
+    def _limit(self, plan: StepPlan, live: Mapping[str, Lane]) -> None:
+        """Beside lanes without `max_slowdown`, gives those with one a share of the time that steps
+        take for first tokens of the others, and leaves out their streams beyond it."""
+        most = {
+            name: lane.max_slowdown for name, lane in live.items() if lane.max_slowdown is not None
+        }
+        if not most or len(most) == len(live):
+            return
+        has_any = any(self._running.num_in[name] for name in most)
+        limited = [s for s in plan.streams.sequences if s.lane in most] if has_any else []
+        num_kv = sum([s.num_known for s in limited])
+        streams_s = self.cost.predict_added((float(len(limited)), float(num_kv), 0.0))
+        token_s = self.cost.predict_added((1.0, 1.0, 0.0))  # the least that they may ask for
+        step_s = self._first_tokens.step_s or self.cost.coefficients[0]
+        most_s = max(token_s, (min(most.values()) - 1) * step_s)
+        num = math.ceil(len(limited) * min(1.0, most_s / streams_s)) if limited else 0
+        plan.limited = most.keys()
+        plan.limited_s = streams_s * num / max(1, len(limited))
+        plan.limited_s_left = most_s - plan.limited_s
+        if num == len(limited):
+            return
+        firsts = {s.account: s for s in reversed(limited)}
+        places = {account: self.place(first) for account, first in firsts.items()}
+        limited.sort(key=lambda s: places[s.account])
+        plan.left_out = frozenset(limited[num:])
+        plan.streams = plan.streams.without(plan.left_out)
 
     def _may_enter(self) -> bool:
         """Whether a waiting sequence could start: there is room, or something to preempt for it."""
@@ -242,7 +286,7 @@ class Scheduler:
             return False
         if self._admission.has_room:
             return True
-        lanes = {lane for lane, _ in self._running.by_account}
+        lanes = [lane for lane, num in self._running.num_in.items() if num]
         if any(self._lanes.priority_of(lane) > first_priority for lane in lanes):
             return True
         return bool(self._below_share())
@@ -262,7 +306,8 @@ class Scheduler:
         step.
         """
         streams = plan.streams.sequences
-        is_all = plan.is_full and len(streams) + len(self._held) == self.num_running
+        num_left_out = len(self._held) + len(plan.left_out)
+        is_all = plan.is_full and len(streams) + num_left_out == self.num_running
         most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
         has_time = plan.streams_s <= plan.seconds_left
         if len(streams) > most or not has_time or not self.blocks.grow_streams(streams):
@@ -276,7 +321,7 @@ class Scheduler:
         """
         others: list[Sequence] = []
         if len(plan.chunks) < self.num_running:
-            taken = plan.chunks.keys() | self._held
+            taken = self._held | plan.left_out | plan.chunks.keys()
             others = [s for s in self._running.sequences if s not in taken]
         order = Order(others, self._waiting, self._lanes, self._policy)
         overdue = order.walk(until=self._lanes.first_priority)
@@ -304,8 +349,11 @@ class Scheduler:
                 if plan.num_on_offer > 0:
                     self._hand_out(plan, sequence)
             elif order.includes_waiting:
-                is_full = sequence in plan.preempted or not self._has_tokens(plan, sequence)
-                order.includes_waiting = not is_full and self._start(plan, sequence)
+                has_tokens = sequence not in plan.preempted and self._has_tokens(plan, sequence)
+                if has_tokens or sequence.lane not in plan.limited:
+                    order.includes_waiting = has_tokens and self._start(plan, sequence)
+                else:
+                    order.closed.add(sequence.lane)
         return order.includes_waiting
 
     def _start_below_share(self, plan: StepPlan) -> None:
@@ -336,7 +384,8 @@ class Scheduler:
         may exceed the budget if they are alone in the step."""
         if self._limits.prefill_only:
             return not plan.chunks or candidate.num_pending <= plan.num_on_offer
-        return plan.num_for_prompts(is_due=self._is_due(plan, candidate)) > 0
+        is_due = self._is_due(plan, candidate)
+        return plan.num_allowed(candidate.lane, UNLIMITED, 0, is_due=is_due) > 0
 
     def _start(self, plan: StepPlan, candidate: Sequence) -> bool:
         """Admits the candidate if possible; returns whether sequences after it may be checked."""
@@ -369,15 +418,16 @@ class Scheduler:
             plan.put_stream(sequence)
             return
         num_planned = plan.num_planned(sequence)
-        if self._num_wanted(plan, sequence) == 0 and copy_from is None:
+        num_wanted = self._num_wanted(plan, sequence)
+        if num_wanted == 0 and copy_from is None:
             return
         while not self.blocks.can_grow(sequence, num_planned + 1):
             victim = self._worst_below(sequence)
             if victim is None:
                 return
             self._take_blocks(plan, victim)
-        num_room = self.blocks.num_growable(sequence) - num_planned
-        num_tokens = min(self._num_wanted(plan, sequence), num_room)
+            num_wanted = self._num_wanted(plan, sequence)
+        num_tokens = min(num_wanted, self.blocks.num_growable(sequence) - num_planned)
         if copy_from is not None:
             num_tokens = max(1, num_tokens)  # the block must be copied in this step
         self.blocks.grow(sequence, num_planned + num_tokens)
@@ -389,6 +439,7 @@ class Scheduler:
         if self._limits.prefill_only:
             return sequence.num_pending - num_planned
         return plan.num_allowed(
+            sequence.lane,
             sequence.num_pending - num_planned,
             sequence.num_computed + num_planned,
             is_due=self._is_due(plan, sequence),
@@ -397,6 +448,8 @@ class Scheduler:
     def _is_due(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether the time limit does not apply to it: it is a stream with a latency target, or a
         prompt with one while there is no such stream."""
+        if sequence.lane in plan.limited:
+            return False
         is_first = sequence.num_pending == 1 or not plan.has_due_streams
         return is_first and self._target_s_of(sequence) is not None
 

@@ -59,6 +59,7 @@ class RunningSequences:
         # Dicts as ordered sets: constant-time removal, deterministic iteration.
         self.sequences: dict[Sequence, None] = {}
         self.by_account: dict[Account, dict[Sequence, None]] = {}  # without empty ones
+        self.num_in: Counter[str] = Counter()  # by lane; may have zeros
         self.num_changes = 0
 
     def weight_of(self, account: Account) -> float:
@@ -97,6 +98,7 @@ class RunningSequences:
         self.num_changes += 1
         self.sequences[sequence] = None
         self.by_account.setdefault(sequence.account, {})[sequence] = None
+        self.num_in[sequence.lane] += 1
 
     def discard(self, sequence: Sequence) -> None:
         """Removes a sequence, if it runs."""
@@ -127,6 +129,7 @@ class RunningSequences:
         return Streams(streams, num_kv, num_by_account)
 
     def _leave(self, sequence: Sequence) -> None:
+        self.num_in[sequence.lane] -= 1
         running = self.by_account[sequence.account]
         del running[sequence]
         if not running:
@@ -145,6 +148,10 @@ class StepPlan:
     num_kept_back: int = 0  # part of the budget reserved for others
     num_prefill_left: int = UNLIMITED  # part of the budget for prompts
     seconds_left: float = math.inf
+    limited: Collection[str] = ()  # lanes with less time
+    limited_s_left: float = math.inf
+    limited_s: float = 0.0  # that they take
+    left_out: frozenset[Sequence] = frozenset()  # their streams for which it does not suffice
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
     displaced: set[Sequence] = field(default_factory=set)  # of these, for sequences admitted now
@@ -165,26 +172,28 @@ class StepPlan:
         chunk = self.chunks.get(sequence)
         return 0 if chunk is None else chunk.num_tokens
 
+    def samples(self, sequence: Sequence) -> bool:
+        """Whether the step computes its next token."""
+        chunk = self.chunks.get(sequence)
+        return chunk is not None and chunk.samples
+
     def is_copy(self, sequence: Sequence) -> bool:
         """Whether it starts in this step with a copy of another's block."""
         chunk = self.chunks.get(sequence)
         return chunk is not None and chunk.copy_from is not None
 
-    def num_allowed(self, num_pending: int, start: int, *, is_due: bool) -> int:
+    def num_allowed(self, lane: str, num_pending: int, start: int, *, is_due: bool) -> int:
         """Tokens left in the step for a sequence; one that `is_due` ignores the time limit."""
         num_allowed = min(num_pending, self.num_on_offer)
         if num_pending > 1:
             num_allowed = min(num_allowed, self.num_prefill_left)
-        if self.seconds_left < math.inf and not is_due:
+        if lane in self.limited:  # one token is more than that time, so that it progresses
+            seconds = min(self.limited_s_left, self.seconds_left)
+            num_timely = 1 + self.cost.max_tokens(seconds, start) if seconds > 0.0 else 0
+            num_allowed = min(num_allowed, num_timely)
+        elif self.seconds_left < math.inf and not is_due:
             num_allowed = min(num_allowed, self.cost.max_tokens(self.seconds_left, start))
         return max(0, num_allowed)
-
-    def num_for_prompts(self, *, is_due: bool) -> int:
-        """Tokens available to a new sequence; one that `is_due` ignores the time limit."""
-        num_tokens = min(self.num_on_offer, self.num_prefill_left)
-        if self.seconds_left < math.inf and not is_due:
-            num_tokens = min(num_tokens, self.cost.max_tokens(self.seconds_left, 0))
-        return max(0, num_tokens)
 
     def put(self, sequence: Sequence, num_tokens: int, copy_from: int | None = None) -> None:
         """Gives the sequence its next tokens."""
@@ -275,9 +284,13 @@ class StepPlan:
         self.num_tokens_left -= sign * num_tokens
         if sequence.num_pending > 1:
             self.num_prefill_left -= sign * num_tokens
-        if self.seconds_left < math.inf:
+        is_limited = sequence.lane in self.limited
+        if self.seconds_left < math.inf or is_limited:
             features = chunk_features(sequence.num_computed, num_tokens)
-            self.seconds_left -= sign * self.cost.predict_added(features)
+            added_s = sign * self.cost.predict_added(features)
+            self.seconds_left -= added_s
+            self.limited_s_left -= is_limited * added_s
+            self.limited_s += is_limited * added_s
 
 
 # --- once it is computed ----------------------------------------------------------------------

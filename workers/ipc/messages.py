@@ -75,6 +75,7 @@ class LaneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     min_share: float | None = None  # of the computed tokens, while the lane has work
     # An unserved tenant rises by one priority for this many tokens of others.
     ageing_tokens: int | None = None
+    max_slowdown: float | None = None  # of the steps of lanes without this limit, by its work
     strategy: StrategyOptions | None = None  # None: the default strategy
 
 

@@ -1,5 +1,6 @@
 """The waiting queue, compared with sorting."""
 
+import math
 import random
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_waiting_queue_is_sorted(lane: str | None) -> None:
         (s for s in present if lane in (None, s.lane)),
         key=lambda s: (lanes.level(s), policy.key(s), s.arrival),
     )
-    assert [sequence for _, sequence in line.ordered(lane)] == expected
+    assert [sequence for _, sequence in line.ordered(lane, math.inf, ())] == expected
     assert line.first_priority == min(lanes.of(s).priority for s in present)
 
 
@@ -56,6 +57,6 @@ def test_a_sequence_held_back_by_its_strategy_is_never_the_head() -> None:
     lanes.arrive(sequence)
     line.add(sequence)
     assert (len(line), line.lanes, line.first_priority) == (1, (sequence.lane,), None)
-    assert not any(line.ordered())
+    assert not any(line.ordered(None, math.inf, ()))
     line.discard(sequence)
     assert (len(line), line.lanes) == (0, ())
