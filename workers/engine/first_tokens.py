@@ -1,7 +1,9 @@
 """What first tokens wait for, which says how much of a step less urgent work may take."""
 
+from collections.abc import Iterable
+
+from workers.engine.interface import Chunk
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import StepPlan
 
 _RISE = 1.02
 
@@ -27,12 +29,13 @@ class FirstTokens:
     def leave(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence, None)
 
-    def settle(self, plan: StepPlan, own_s: float, least_s: float) -> None:
+    def settle(self, chunks: Iterable[Chunk], own_s: float, least_s: float) -> None:
         """Accounts for a step that took `own_s` without the limited lanes; the one in which a job
-        came would have taken `least_s`."""
+        came would have taken `least_s`. `chunks`: those that may sample first tokens."""
         self._sum_s += own_s
         self._num_steps += 1
-        for sequence in [s for s in self._waiting if plan.samples(s)]:
-            sum_s, num_steps = self._waiting.pop(sequence)
+        waiting = self._waiting
+        for sequence in [c.sequence for c in chunks if c.samples and c.sequence in waiting]:
+            sum_s, num_steps = waiting.pop(sequence)
             mean_s = (least_s + self._sum_s - sum_s) / (1 + self._num_steps - num_steps)
             self.step_s = min(mean_s, _RISE * (self.step_s or mean_s))

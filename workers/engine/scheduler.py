@@ -161,7 +161,7 @@ class Scheduler:
         if plan.chunks or padding:  # not all of them were held
             predicted_s = self.cost.observe([*singles, *padding], step_s, together.features)
             limited = min(1.0, plan.limited_s / predicted_s) if predicted_s else 0.0
-            self._first_tokens.settle(plan, (1.0 - limited) * step_s, self.cost.coefficients[0])
+            self._first_tokens.settle(singles, (1.0 - limited) * step_s, self.cost.coefficients[0])
         self._lanes.settle(singles, together.num_by_account)
         self._book_streams(together)
         return sum([self._book(chunk) for chunk in singles]), predicted_s

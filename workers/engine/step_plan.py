@@ -172,11 +172,6 @@ class StepPlan:
         chunk = self.chunks.get(sequence)
         return 0 if chunk is None else chunk.num_tokens
 
-    def samples(self, sequence: Sequence) -> bool:
-        """Whether the step computes its next token."""
-        chunk = self.chunks.get(sequence)
-        return chunk is not None and chunk.samples
-
     def is_copy(self, sequence: Sequence) -> bool:
         """Whether it starts in this step with a copy of another's block."""
         chunk = self.chunks.get(sequence)
