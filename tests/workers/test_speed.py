@@ -1,6 +1,7 @@
 """The speed that a worker reports. The clock is the tests' own."""
 
-from workers.supervisor.holding import Speed
+from workers.ipc.messages import EngineLoad, EngineOptions
+from workers.supervisor.holding import EngineLink, Speed
 
 
 def rate(speed: Speed) -> float:
@@ -31,6 +32,15 @@ def test_an_unfilled_worker_only_learns_that_it_is_faster() -> None:
     speed.note_room()
     speed.measure(5.0, 510, has_room=False)
     assert rate(speed) == 300.0
+
+
+def test_a_full_worker_whose_batch_gives_way_could_do_more() -> None:
+    link = EngineLink(EngineOptions(model_path=""))
+    link.speed.begin(1000.0)
+    link.speed.measure(0.0, 0, has_room=False)
+    link.note_step(EngineLoad(num_running=1, num_step_tokens=1, step_s=0.1, gives_way=True), 0.5)
+    link.speed.measure(1.0, 100, has_room=False)
+    assert rate(link.speed) == 1000.0
 
 
 def test_a_rate_measured_at_load_holds_until_a_full_worker_has_another() -> None:

@@ -171,6 +171,7 @@ class Engine(JobEngine):
         report.num_decode_tokens = num_streams + num_known.count(1) + num_drafted
         report.num_drafted_tokens = num_drafted
         report.num_preemptions = len(plan.preempted)
+        report.gives_way = bool(plan.limited)
         report.marks = marks_of(plan)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits

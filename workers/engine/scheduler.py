@@ -267,12 +267,11 @@ class Scheduler:
         token_s = self.cost.predict_added((1.0, 1.0, 0.0))  # the least that they may ask for
         step_s = self._first_tokens.step_s or self.cost.coefficients[0]
         most_s = max(token_s, (min(most.values()) - 1) * step_s)
-        num = math.ceil(len(limited) * min(1.0, most_s / streams_s)) if limited else 0
-        plan.limited = most.keys()
-        plan.limited_s = streams_s * num / max(1, len(limited))
+        plan.limited, plan.limited_s = most.keys(), min(streams_s, most_s)
         plan.limited_s_left = most_s - plan.limited_s
-        if num == len(limited):
+        if streams_s <= most_s:
             return
+        num = math.ceil(len(limited) * most_s / streams_s)
         firsts = {s.account: s for s in reversed(limited)}
         places = {account: self.place(first) for account, first in firsts.items()}
         limited.sort(key=lambda s: places[s.account])

@@ -278,6 +278,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     # `model_s` as predicted before the step. 0: there was no prediction yet; None: there never is.
     predicted_s: float | None = None
     num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    gives_way: bool = False  # lanes with `max_slowdown` had little of the step, beside others
 
 
 FromEngine = (

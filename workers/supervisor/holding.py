@@ -53,7 +53,8 @@ class Speed:
         self._step_s += share * (step_s - self._step_s)
 
     def note_room(self) -> None:
-        """Records that there was room and no job to fill it."""
+        """Records that the worker could do more: there was room and no job to fill it, or a lane
+        gave way."""
         self._had_room = True
 
     def measure(self, now_s: float, num_drained: int, *, has_room: bool) -> None:
@@ -156,6 +157,8 @@ class EngineLink:
         if load.num_step_tokens:
             self.speed.note_step(load.step_s)
             self.steps.end(load.step_s)
+        if load.gives_way:
+            self.speed.note_room()
         if load.num_running:
             self.steps.begin(now_s)
         return is_served

@@ -127,10 +127,12 @@ def test_a_batch_has_whole_steps_ten_seconds_after_the_last_call() -> None:
     idle_s = server.step_times_s(20)
     server.calls("standard", 5.0, iter([64] * 20))
     limited_s = server.step_times_s(20)
+    assert server.engine.step().gives_way
     server.model.now_s += 10.0
     again_s = server.step_times_s(20)
     assert max(limited_s) < 0.5 * max(idle_s)
     assert max(again_s) > 0.9 * max(idle_s)
+    assert not server.engine.step().gives_way
 
 
 @pytest.mark.parametrize("most", [1.3, 5.0])
