@@ -174,9 +174,10 @@ def redis_node(redis_server: EmbeddedRedis, keys: Keys) -> EmbeddedRedis | Node:
 
 @pytest.fixture(scope="session", autouse=True)
 def test_clock() -> Iterator[None]:
-    """Makes this process load the library with the test clock."""
+    """Makes this process load the library with the test clock, which it reads once."""
+    source = library_with_test_clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library_source", library_with_test_clock)
+        patch.setattr(library, "library_source", lambda: source)
         yield
 
 

@@ -71,6 +71,19 @@ PAIR_TEMPLATE = (
 )
 
 
+def bi_encoder(folder: Path) -> Any:
+    """What sentence-transformers makes of this folder."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def cross_encoder(folder: Path, **options: Any) -> Any:
+    from sentence_transformers import CrossEncoder
+
+    return CrossEncoder(str(folder), device="cpu", **options)
+
+
 def save_tokenizer(
     folder: Path,
     chat_template: str | None = None,

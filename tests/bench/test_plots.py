@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from infra.measure.cascade_fit import FirstAnswer, LastAnswer, Measured, fit_threshold
 from infra.measure.load import Call, Load, LoadRun, Outcome
@@ -16,9 +15,11 @@ from infra.measure.workloads import Workload
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved."""
-    found: list[Figure] = []
+    from matplotlib.figure import Figure
+
+    found: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
     return found
 
@@ -72,7 +73,7 @@ def run_of(load: Load, num_calls: int = 40) -> LoadRun:
     ],
     ids=["three", "twelve", "callers", "twice the same"],
 )
-def test_a_plot_of_loads_is_legible(loads: list[Load], drawn: list[Figure]) -> None:
+def test_a_plot_of_loads_is_legible(loads: list[Load], drawn: list[Any]) -> None:
     """Of few and of many loads; each has a bar of its own."""
     runs = [run_of(load) for load in loads]
     draw_runs(runs, [summarise_load(run, Slo()) for run in runs], Path("unused.png"))
@@ -83,7 +84,7 @@ def test_a_plot_of_loads_is_legible(loads: list[Load], drawn: list[Figure]) -> N
 
 
 @pytest.mark.parametrize("first_cost", [0.05, 0.9, 3.0])
-def test_a_plot_of_a_cascade_is_legible(first_cost: float, drawn: list[Figure]) -> None:
+def test_a_plot_of_a_cascade_is_legible(first_cost: float, drawn: list[Any]) -> None:
     """Wherever both members stand in it."""
     rows = [
         Measured(

@@ -11,12 +11,17 @@ import numpy as np
 import openai
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForSequenceClassification
 
 from tests.gateway.test_welcome import curl_of, printed
 from tests.infra.stack import Stack, running_demo_stack, running_fleet
-from tests.tiny_encoders import save_classifier, save_embedder, save_reranker
+from tests.tiny_encoders import (
+    bi_encoder,
+    cross_encoder,
+    save_classifier,
+    save_embedder,
+    save_reranker,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
@@ -32,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model of each kind, by the name under which it is served."""
     root = tmp_path_factory.mktemp("models")
     plain = save_classifier("bert", root / "plain", 3, type_vocab_size=2)
-    CrossEncoder(str(plain), device="cpu").save(str(root / "saved"), create_model_card=False)
+    cross_encoder(plain).save(str(root / "saved"), create_model_card=False)
     options: dict[str, Any] = {"prompts": PROMPTS, "default_prompt": "classification"}
     return {
         "embedder": save_embedder("bert", root / "embedder", **options),
@@ -80,7 +85,7 @@ def test_embeddings_are_those_of_sentence_transformers(
 ) -> None:
     """By the official client: with the default instruction, and those of queries and documents;
     a ranking has their cosines."""
-    peer = SentenceTransformer(str(folders["embedder"]), device="cpu")
+    peer = bi_encoder(folders["embedder"])
     queries, documents = peer.encode_query([QUERY]), peer.encode_document(TEXTS)
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
         plain = client.embeddings.create(model="embedder", input=TEXTS)
@@ -97,7 +102,7 @@ def test_embeddings_are_those_of_sentence_transformers(
 
 def check_scores(url: str, model: str, folder: Path) -> None:
     """Compares scores of pairs, and the ranking by them, with a cross-encoder."""
-    expected = CrossEncoder(str(folder), device="cpu").predict([(QUERY, text) for text in TEXTS])
+    expected = cross_encoder(folder).predict([(QUERY, text) for text in TEXTS])
     ranking = ask(url, "/v1/rerank", model=model, query=QUERY, documents=TEXTS)
     scored = ask(url, "/v1/score", model=model, text_1=QUERY, text_2=TEXTS)
     scores = [each["score"] for each in scored["data"]]
@@ -118,7 +123,7 @@ def test_labels_of_pairs_are_those_of_a_cross_encoder(
     pairs = [[QUERY, text] for text in TEXTS]
     found = ask(stack.url, "/v1/classify", model="classifier", input=pairs)["data"]
     single = httpx.post(stack.url + "/v1/classify", json={"model": "classifier", "input": TEXTS})
-    reference = CrossEncoder(str(folders["classifier"]), device="cpu")
+    reference = cross_encoder(folders["classifier"])
     expected = reference.predict(pairs, activation_fn=torch.nn.Softmax(dim=1))
     np.testing.assert_allclose([each["probs"] for each in found], expected, atol=TOLERANCE)
     assert single.status_code == 400

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
+from fastapi.routing import APIRoute
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import end_tasks
@@ -44,9 +45,19 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
     return GatewaySettings(**(fields | overrides))  # type: ignore[arg-type]
 
 
+_app = partial(create_app, GatewaySettings(redis_url="redis://127.0.0.1:1"))
+
+
+def operations() -> list[tuple[str, str]]:
+    """Method and path of every route of the OpenAPI document, which need not be made for them."""
+    routes = (route for route in _app().routes if isinstance(route, APIRoute))
+    listed = (route for route in routes if route.include_in_schema)
+    return sorted((method, route.path_format) for route in listed for method in route.methods)
+
+
 @cache
 def _document() -> dict[str, Any]:
-    return create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    return _app().openapi()
 
 
 def openapi_document() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from gateway.prepare.job_bodies import AnyJob
 from gateway.prepare.unsupported import CallFields, StrictModel, ignored_header
 from gateway.runners.batches import lines
 from tests.gateway.conftest import make_settings, openapi_document
+from tests.marks import LONG
 
 MAX_S, MAX_BYTES = 0.25, 24 * 2**20  # of one validation: processor time, memory beside the body
 MAX_ERRORS = 64  # a body has those of each field, a union those of each branch
@@ -73,7 +74,9 @@ def models_of(app: FastAPI) -> list[type[BaseModel]]:
 
 APP = create_app(make_settings("redis://localhost", console=True))
 MODELS = models_of(APP)
-LARGE = {"ChatBody", "InputTokensBody", "ResponseBody"}  # each takes seconds
+# Each takes seconds; the later ones have the fields of those before.
+LARGE = dict.fromkeys(("ChatBody", "MessagesBody", "ResponseBody"), (pytest.mark.campaign,))
+LARGE |= dict.fromkeys(("TokenizedChat", "PromptBody", "InputTokensBody"), LONG)
 
 
 # Values that fit a schema.
@@ -318,10 +321,7 @@ def values() -> Iterator[Values]:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(model, marks=pytest.mark.campaign if model.__name__ in LARGE else ())
-        for model in MODELS
-    ],
+    [pytest.param(model, marks=LARGE.get(model.__name__, ())) for model in MODELS],
     ids=lambda model: model.__name__,
 )
 def test_the_first_wrong_place_ends_a_body(model: type[BaseModel], values: Values) -> None:

@@ -137,20 +137,22 @@ async def test_documents_reach_a_template_that_reads_them(
 
 
 async def test_a_template_of_a_call_needs_its_scope(
-    worker: FakeWorker, http: httpx.AsyncClient, bearer: Bearer
+    worker: FakeWorker, gateways: Gateways, bearer: Bearer
 ) -> None:
     """In each way to send a call; it takes the place of the model's for this call alone."""
     lacking = await bearer(scopes=tuple({*Scope} - {Scope.TEMPLATES, Scope.ADMIN}))
     having = await bearer(scopes=(Scope.INFERENCE, Scope.TEMPLATES, Scope.JOBS_WRITE))
     body = CHAT | {"chat_template": "<{{ messages[0].content }}>"}
     job = {"endpoint": "/v1/chat/completions", "body": body}
-    for path, sent, status in (("/v1/chat/completions", body, 200), ("/v1/jobs", job, 202)):
-        answer = await http.post(path, json=sent, headers=lacking)
-        assert error_of(answer) == (403, None, "missing_scope")
-        answer = await http.post(path, json=sent, headers=having)
-        assert answer.status_code == status
-    assert output_text(worker.seen[0].prompt_ids) == "<Hi>"
-    assert (await http.post("/v1/chat/completions", json=CHAT, headers=having)).status_code == 200
+    async with gateways() as http:
+        for path, sent, status in (("/v1/chat/completions", body, 200), ("/v1/jobs", job, 202)):
+            answer = await http.post(path, json=sent, headers=lacking)
+            assert error_of(answer) == (403, None, "missing_scope")
+            answer = await http.post(path, json=sent, headers=having)
+            assert answer.status_code == status
+        assert output_text(worker.seen[0].prompt_ids) == "<Hi>"
+        answer = await http.post("/v1/chat/completions", json=CHAT, headers=having)
+        assert answer.status_code == 200
     assert output_text(worker.seen[-1].prompt_ids) == "user: Hi\nassistant: "
 
 

@@ -112,13 +112,14 @@ async def test_the_only_model_needs_no_name(
 
 
 async def test_a_template_of_a_call_needs_its_scope(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, bearer: Bearer
+    idle_worker: FakeWorker, gateways: Gateways, bearer: Bearer
 ) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "chat_template": "x"}
-    answer = await http.post("/tokenize", json=body, headers=await bearer())
-    assert error_of(answer) == (403, None, "missing_scope")
-    headers = await bearer(scopes=(Scope.INFERENCE, Scope.TEMPLATES))
-    assert (await http.post("/tokenize", json=body, headers=headers)).json()["count"] == 1
+    lacking, having = await bearer(), await bearer(scopes=(Scope.INFERENCE, Scope.TEMPLATES))
+    async with gateways() as http:
+        answer = await http.post("/tokenize", json=body, headers=lacking)
+        assert error_of(answer) == (403, None, "missing_scope")
+        assert (await http.post("/tokenize", json=body, headers=having)).json()["count"] == 1
 
 
 async def test_version_and_ping(worker: FakeWorker, http: httpx.AsyncClient) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.questions import PROMPTS, QUESTIONS
@@ -24,6 +23,7 @@ from contract.telemetry.metrics_reader import MetricsSamples
 from tests.fleet import Program
 from tests.real.parts import MINILM, SMOLLM2, needs_parts
 from tests.real.server import until_true
+from tests.tiny_encoders import bi_encoder
 from tests.vllm_environment import vllm_arguments
 
 pytestmark = [pytest.mark.campaign, pytest.mark.e2e, pytest.mark.timeout(600), needs_parts]
@@ -345,6 +345,6 @@ def test_embeddings_of_minilm_are_those_of_sentence_transformers(
     finally:
         worker.kill_group()
     found = np.array([each.embedding for each in data])
-    expected = SentenceTransformer(str(MINILM), device="cpu").encode(list(PROMPTS))
+    expected = bi_encoder(MINILM).encode(list(PROMPTS))
     norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
     assert ((found * expected).sum(1) / norms).min() >= LEAST_COSINE

@@ -1,6 +1,7 @@
 """Every format of calls in the table: what is written by it is read back, wherever it is cut."""
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def arguments(format_: ToolFormat) -> st.SearchStrategy[dict[str, Any]]:
     return st.tuples(known, others).map(lambda pair: {**pair[1], **pair[0]})
 
 
+@cache
 def messages(format_: ToolFormat) -> st.SearchStrategy[list[Call]]:
     """Calls of functions that are offered."""
     call: st.SearchStrategy[Call] = st.one_of(

@@ -11,12 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from tokenizers import Tokenizer
 
 from contract.jobs import Pooling, SamplingParams
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
-from tests.tiny_encoders import save_classifier, save_embedder, save_reranker
+from tests.tiny_encoders import (
+    bi_encoder,
+    cross_encoder,
+    save_classifier,
+    save_embedder,
+    save_reranker,
+)
 from tests.workers.model.pooling.test_parity import LEAST_COSINE, PAIRS, SCORE_TOLERANCE, TEXTS
 from tests.workers.vllm_engine.driven import Engine, refusal_of, running
 from workers.ipc.messages import (
@@ -96,7 +101,7 @@ async def test_embeddings_are_those_of_sentence_transformers(family: str, tmp_pa
     """With the pooling of the folder; also cut to fewer dimensions. The engine says what the own
     one does, and that vLLM was compared."""
     folder = save_embedder(family, tmp_path, **EMBEDDERS[family])
-    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    expected = bi_encoder(folder).encode(TEXTS)
     async with running(options_of(folder)) as engine:
         [ready] = engine.of(EngineReady)
         found = await of_texts(engine, TEXTS)
@@ -142,7 +147,7 @@ async def test_scores_of_pairs_are_those_of_sentence_transformers(
         found = await of_pairs(engine, PAIRS)
 
     activation = torch.nn.Sigmoid() if num_labels == 1 else torch.nn.Softmax(dim=1)
-    expected = CrossEncoder(str(folder), device="cpu").predict(PAIRS, activation_fn=activation)
+    expected = cross_encoder(folder).predict(PAIRS, activation_fn=activation)
     np.testing.assert_allclose(found, expected.reshape(found.shape), atol=SCORE_TOLERANCE)
 
 
@@ -151,7 +156,7 @@ async def test_a_reranker_scores_by_the_logits_of_tokens(
     false_id: int | None, tmp_path: Path
 ) -> None:
     folder = save_reranker(tmp_path, false_id, **DECODER)
-    reference = CrossEncoder(str(folder), device="cpu")
+    reference = cross_encoder(folder)
     tokenizer = reference.tokenizer
     rendered = [
         tokenizer.apply_chat_template(

@@ -7,11 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from tokenizers import Tokenizer
 from transformers import pipeline
 
-from tests.tiny_encoders import ENCODERS, save_classifier, save_embedder, save_reranker
+from tests.tiny_encoders import (
+    ENCODERS,
+    bi_encoder,
+    cross_encoder,
+    save_classifier,
+    save_embedder,
+    save_reranker,
+)
 from tests.workers.model import loading
 from workers.model.loader import LoadedModel
 from workers.model.pooling.encoders import FlatEncoder, PaddedEncoder, Text
@@ -72,9 +78,7 @@ def check_alone(runner: PoolingRunner, texts: list[Text]) -> torch.Tensor:
 
 
 def check_cosines(found: torch.Tensor, folder: Path, texts: list[str], **options: Any) -> None:
-    expected = SentenceTransformer(str(folder), device="cpu").encode(
-        texts, convert_to_tensor=True, **options
-    )
+    expected = bi_encoder(folder).encode(texts, convert_to_tensor=True, **options)
     assert found.shape == expected.shape
     assert float(torch.cosine_similarity(found, expected).min()) >= LEAST_COSINE
     # Directions alone would also agree if a model's vectors were all alike.
@@ -103,7 +107,7 @@ def test_a_pooling_mode(mode: str | tuple[str, ...], tmp_path: Path) -> None:
     found = check_alone(runner, texts_of(loaded, TEXTS))
 
     check_cosines(found, folder, TEXTS)
-    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    expected = bi_encoder(folder).encode(TEXTS)
     np.testing.assert_allclose(found.numpy(), expected, atol=SCORE_TOLERANCE)
 
 
@@ -131,7 +135,7 @@ def test_a_family_s_classifier(family: str, num_labels: int, tmp_path: Path) -> 
     found = check_alone(runner, pairs_of(loaded, PAIRS))
 
     activation = torch.nn.Sigmoid() if num_labels == 1 else torch.nn.Softmax(dim=1)
-    expected = CrossEncoder(str(folder), device="cpu").predict(PAIRS, activation_fn=activation)
+    expected = cross_encoder(folder).predict(PAIRS, activation_fn=activation)
     np.testing.assert_allclose(found.numpy(), expected.reshape(found.shape), atol=SCORE_TOLERANCE)
     assert loaded.pooling is not None
     assert loaded.pooling.kind == ("reranker" if num_labels == 1 else "classifier")
@@ -179,7 +183,7 @@ def test_a_classifier_without_a_padding_token(tmp_path: Path) -> None:
 def test_a_cross_encoder_that_was_saved_with_its_activation(tmp_path: Path) -> None:
     """Its modules.json lists a Transformer alone."""
     plain = save_classifier("bert", tmp_path / "plain", 1)
-    reference = CrossEncoder(str(plain), device="cpu", activation_fn=torch.nn.Identity())
+    reference = cross_encoder(plain, activation_fn=torch.nn.Identity())
     reference.save(str(tmp_path / "saved"), create_model_card=False)
     loaded, runner = load(tmp_path / "saved")
 
@@ -193,7 +197,7 @@ def test_a_cross_encoder_that_was_saved_with_its_activation(tmp_path: Path) -> N
 def test_a_cross_encoder_with_several_labels(tmp_path: Path) -> None:
     """It gives each label's probability, also without an activation of its own, and needs pairs."""
     plain = save_classifier("bert", tmp_path / "plain", 3, type_vocab_size=2)
-    reference = CrossEncoder(str(plain), device="cpu", activation_fn=torch.nn.Identity())
+    reference = cross_encoder(plain, activation_fn=torch.nn.Identity())
     reference.save(str(tmp_path / "saved"), create_model_card=False)
     loaded, runner = load(tmp_path / "saved")
 
@@ -210,7 +214,7 @@ def test_qwen3_reranker(tmp_path: Path) -> None:
     """The log-odds of two tokens, after a template of an instruction, a query and a document."""
     folder = save_reranker(tmp_path)
     loaded, runner = load(folder)
-    reference = CrossEncoder(str(folder), device="cpu")
+    reference = cross_encoder(folder)
     card, tokenizer = loaded.pooling, Tokenizer.from_str(loaded.tokenizer.tokenizer_json)
     assert card is not None
     assert (card.kind, card.renders_pairs, card.default_prompt) == ("reranker", True, "web")
