@@ -203,6 +203,7 @@ async def test_the_sums_are_exact_and_bound_the_memory(
 @pytest.mark.parametrize("prompt_logprobs", [None, 0, 20])
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 20])
 @pytest.mark.parametrize("num_in_event", [1, 7])
+@pytest.mark.each_pair
 async def test_a_running_job_takes_no_more_than_is_counted(
     client: redis.asyncio.Redis,
     logprobs: int | None,

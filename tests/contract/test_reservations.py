@@ -14,6 +14,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus, SamplingParams
 from contract.keys import Keys
 from tests.contract.some_calls import claim, make_job, make_submission, tokens
+from tests.marks import LONG
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +121,9 @@ def job_of(rng: random.Random) -> Job:
     return replace(make_job("t", lane, rng.choice([1, 20])), params=params)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=LONG) for seed in range(4, 12))]
+)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["untrained", "trained"])
 async def test_what_runs_is_reserved_whatever_callers_expect(
     key: Key, seed: int, is_trained: bool

@@ -100,6 +100,7 @@ async def post(http: httpx.AsyncClient, number: int, headers: dict[str, str]) ->
     return await http.post("/v1/chat/completions", json=chat(number), headers=headers, timeout=120)
 
 
+@pytest.mark.campaign
 async def test_a_burst_waits_its_turn_on_full_cores(
     worker: FakeWorker, gateways: Gateways, bearer: Bearer, watched: _Watched
 ) -> None:

@@ -139,7 +139,8 @@ def test_a_stream_is_the_whole_message_however_it_is_cut_and_resumed(
     for entry in entries:
         message.of(entry)
     assert accumulated(json.loads(json.dumps(whole))) == message.build(1, 2)
-    assert all(events_after(n) == whole[-len(events_after(n)) :] for n in range(len(entries)))
+    rests = [events_after(number) for number in range(len(entries))]
+    assert all(rest == whole[-len(rest) :] for rest in rests)
     kinds = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
     wanted = [kinds[kind] for kind, _ in parts]
     joined = [

@@ -56,6 +56,7 @@ def assert_too_large(answer: httpx.Response) -> None:
 
 @pytest.mark.parametrize("times", [1, 2, 9, 30, 800])
 @pytest.mark.parametrize("size", [10, 3_000, 40_000, 90_000])
+@pytest.mark.each_value
 async def test_items_count_as_often_as_they_are_referred_to(
     small: httpx.AsyncClient, worker: FakeWorker, size: int, times: int
 ) -> None:
@@ -145,6 +146,7 @@ async def test_what_is_stored_counts_as_stored(
 @pytest.mark.parametrize("num_each", [1, 2, 8])
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("length", [100, 6_000, 15_000])
+@pytest.mark.each_pair
 async def test_an_echo_counts_in_every_choice(
     small: httpx.AsyncClient, num_each: int, num_prompts: int, length: int
 ) -> None:
