@@ -98,6 +98,7 @@ def test_a_package_imports_without_forbidden_packages(package: str, blocked: lis
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign
 def test_only_tests_of_models_import_torch() -> None:
     """A collection of all other folders, in a process of its own. Where one test needs torch, the
     test imports it."""

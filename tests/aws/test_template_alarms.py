@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from infra.aws import pool_service
 from infra.aws.pool_metrics import FleetLines
 from tests.aws.template import as_list, chosen, of_type, transformed
 
-ALARMS = of_type("AWS::CloudWatch::Alarm")
+alarms = partial(of_type, "AWS::CloudWatch::Alarm")
 _FUNCTIONS: Mapping[str, Any] = {
     "FILL": lambda value, default: default if value is None else value,
     "IF": lambda condition, yes, no: yes if condition else no,
@@ -35,8 +36,8 @@ def watched(alarm: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 def value_of(alarm: str, **values: float | None) -> float:
     """What the expression of an alarm is where its metrics have these values; None: no data."""
-    [expression] = [m["Expression"] for m in ALARMS[alarm]["Metrics"] if "Expression" in m]
-    ids = {m["Id"] for m in ALARMS[alarm]["Metrics"] if "MetricStat" in m}
+    [expression] = [m["Expression"] for m in alarms()[alarm]["Metrics"] if "Expression" in m]
+    ids = {m["Id"] for m in alarms()[alarm]["Metrics"] if "MetricStat" in m}
     assert ids == set(values)
     return float(eval(expression.replace(" AND ", " and "), {**_FUNCTIONS, **values}))
 
@@ -69,7 +70,7 @@ async def test_every_metric_of_ours_that_an_alarm_watches_is_emitted() -> None:
         emitted |= {(m["Name"], tuple(about["Dimensions"][0])) for m in about["Metrics"]}
     ours = {
         (name, tuple(dimensions))
-        for alarm in ALARMS.values()
+        for alarm in alarms().values()
         for namespace, name, dimensions in watched(chosen(alarm))
         if namespace == "batchway"
     }
@@ -85,7 +86,7 @@ def test_alarms_of_the_cache_look_at_every_node(num_nodes: int, is_durable: bool
     shard = "-0001" if is_durable else ""
     nodes = {f"cache{shard}-00{n}" for n in range(1, num_nodes + 1)}
     num_alarms = 0
-    for name, alarm in ALARMS.items():
+    for name, alarm in alarms().items():
         given = chosen(alarm, *conditions)
         found = [d["CacheClusterId"] for n, _, d in watched(given) if n == "AWS/ElastiCache"]
         if not found:
@@ -99,7 +100,7 @@ def test_alarms_of_the_cache_look_at_every_node(num_nodes: int, is_durable: bool
 
 def test_a_cold_start_is_no_error_and_a_real_one_is() -> None:
     """API Gateway counts each 503 as 5xx."""
-    threshold = ALARMS["ErrorsAlarm"]["Threshold"]
+    threshold = alarms()["ErrorsAlarm"]["Threshold"]
     assert value_of("ErrorsAlarm", errors=500, calls=20, streams=480) <= threshold
     assert value_of("ErrorsAlarm", errors=500, calls=None, streams=480) > threshold
     assert value_of("ErrorsAlarm", errors=30, calls=None, streams=None) > threshold
@@ -107,14 +108,14 @@ def test_a_cold_start_is_no_error_and_a_real_one_is() -> None:
 
 def test_refusals_without_any_worker_are_told() -> None:
     """Such a call leaves no job, so no backlog shows it. One that brings a worker is normal."""
-    alarm = ALARMS["NoCapacityAlarm"]
+    alarm = alarms()["NoCapacityAlarm"]
     assert (alarm["MetricName"], alarm["Statistic"]) == ("StrandedCalls", "Minimum")
     assert alarm["Period"] * alarm["EvaluationPeriods"] == 1_800  # twice a usual cold start
 
 
 def test_failed_jobs_are_told() -> None:
     """By the same share as Prometheus' alert."""
-    threshold = ALARMS["FailedJobsAlarm"]["Threshold"]
+    threshold = alarms()["FailedJobsAlarm"]["Threshold"]
     assert value_of("FailedJobsAlarm", failed=2, succeeded=98) > threshold
     assert value_of("FailedJobsAlarm", failed=1, succeeded=999) <= threshold
     assert value_of("FailedJobsAlarm", failed=0, succeeded=5) <= threshold
@@ -123,7 +124,7 @@ def test_failed_jobs_are_told() -> None:
 def test_every_service_that_dies_is_noticed_and_none_while_the_stack_is_made() -> None:
     """Silence is an alarm only for services that ran before the alarm was made. Workers may be
     none."""
-    silent = {n: a for n, a in ALARMS.items() if a["TreatMissingData"] == "breaching"}
+    silent = {n: a for n, a in alarms().items() if a["TreatMissingData"] == "breaching"}
     services = set()
     for name in silent:
         resource = transformed()["Resources"][name]

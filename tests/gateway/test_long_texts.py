@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORPUS = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
 WORDS = " ".join(CORPUS).split(" ")
 PIECE_CHARS = 2_048
-NUM_TEXTS = 12
+NUM_TEXTS = 6
 SCRIPTS = ("aAx.-=#_漢あ😀é\n\t", "abcdefghij", "👩‍👩‍👧🏳️‍🌈e\u0301ก็한", "\r\n  <eos>[CLS]")
 
 

@@ -135,6 +135,7 @@ async def serving(
             await worker.close()
 
 
+@pytest.mark.campaign
 async def test_jobs_run_in_the_partitions_of_their_tenants_and_an_admin_sees_all(
     redis_server: EmbeddedRedis, callers: Callers
 ) -> None:

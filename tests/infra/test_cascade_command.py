@@ -321,6 +321,7 @@ def test_a_cascade_is_named_where_there_are_several(
     assert "give --flow with a cascade's name; its cascades are sure, b" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_the_demo_models_held_out_questions_are_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
