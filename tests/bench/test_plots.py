@@ -80,7 +80,7 @@ def test_a_plot_of_loads_is_legible(loads: list[Load], drawn: list[Any]) -> None
     [figure] = drawn
     assert_legible(figure)
     bars = figure.axes[2]
-    assert len({bar.get_x() for bar in bars.patches}) == len(loads)  # type: ignore[attr-defined]
+    assert len({bar.get_x() for bar in bars.patches}) == len(loads)
 
 
 @pytest.mark.parametrize("first_cost", [0.05, 0.9, 3.0])

@@ -89,6 +89,7 @@ def working_receiver() -> Receiver:
     ("num_tenants", "num_servers", "trickles"),
     [(1, 96, False), (1, 96, True), (3, 32, False), (12, 8, True), (1, 1, False)],
 )
+@pytest.mark.each_value
 async def test_silent_servers_of_some_tenants_delay_no_other_tenant(
     functions: Functions,
     redis_server: EmbeddedRedis,

@@ -52,7 +52,7 @@ def operations() -> list[tuple[str, str]]:
     """Method and path of every route of the OpenAPI document, which need not be made for them."""
     routes = (route for route in _app().routes if isinstance(route, APIRoute))
     listed = (route for route in routes if route.include_in_schema)
-    return sorted((method, route.path_format) for route in listed for method in route.methods)
+    return sorted((method, route.path_format) for route in listed for method in route.methods or ())
 
 
 @cache
