@@ -117,7 +117,7 @@ def test_forced_calls_are_read_and_fit(format_: ToolFormat, are_tokens: bool) ->
     model = model_of(format_, are_tokens=are_tokens)
     grammar = grammar_of(model)
     num_whole = 0
-    for seed in range(6):
+    for seed in range(4):
         output = draw(model.grammars, grammar, seed)
         if output is None:
             continue
@@ -261,7 +261,7 @@ def test_beside_a_response_format_the_model_calls_or_answers(
         assert (judge(model.grammars, grammar, model.ids(text)) == "whole") is is_whole, text
     assert read(model, calls) == ("", [("weather", PARIS)])
     assert read(model, head + answer) == (answer, [])
-    outputs = [draw(model.grammars, grammar, seed) for seed in range(6)]
+    outputs = [draw(model.grammars, grammar, seed) for seed in range(4)]
     for output in filter(None, outputs):
         content, found = read(model, model.text(output))
         check([("weather", json.loads(content))] if content else found, {"weather": SHOWN})
