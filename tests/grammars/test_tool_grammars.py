@@ -117,7 +117,7 @@ def test_forced_calls_are_read_and_fit(format_: ToolFormat, are_tokens: bool) ->
     model = model_of(format_, are_tokens=are_tokens)
     grammar = grammar_of(model)
     num_whole = 0
-    for seed in range(4):
+    for seed in range(6):
         output = draw(model.grammars, grammar, seed)
         if output is None:
             continue
