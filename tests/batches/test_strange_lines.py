@@ -76,7 +76,7 @@ def strange_bodies() -> Iterator[dict[str, Any]]:
     yield from itertools.islice(readable(random.Random(4)), 60)
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("url", [pytest.param(CHAT, marks=pytest.mark.campaign), COMPLETIONS])
 async def test_each_strange_line_has_its_result(
     client: AsyncOpenAI, worker: FakeWorker, url: Url
 ) -> None:

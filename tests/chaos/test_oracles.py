@@ -8,7 +8,7 @@ from tests.chaos.oracles import DOUBT, DemoOracle, demo_judge
 from tests.resume.logged_job import new_job
 
 PROMPT = b"Count from 6 to 30."
-NUM_TOKENS = 6
+NUM_TOKENS = 12
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "n": 2, **DOUBT}])

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -107,6 +107,7 @@ PARTS = st.one_of(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(PARTS, max_size=6), st.data())
 def test_a_stream_is_the_whole_message_however_it_is_cut_and_resumed(
     parts: list[tuple[str, Any]], data: st.DataObject

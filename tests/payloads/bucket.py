@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Iterator
 
 import boto3
-from moto.server import ThreadedMotoServer
 
 REGION = "eu-central-1"
 CREDENTIALS = {
@@ -19,6 +18,8 @@ CREDENTIALS = {
 @contextlib.contextmanager
 def running_s3() -> Iterator[str]:
     """The server's URL."""
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
