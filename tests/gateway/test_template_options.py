@@ -160,8 +160,13 @@ async def test_a_template_of_a_call_needs_its_scope(
 async def test_a_hostile_template_of_a_call_costs_only_this_call(
     worker: FakeWorker, http: httpx.AsyncClient, source: str
 ) -> None:
-    """It runs in the process of the model's template, which has its limits."""
+    """It runs in the process of the model's template, which has its limits; on busy cores the time
+    may end before its share of the processor."""
     answer = await http.post("/v1/chat/completions", json=CHAT | {"chat_template": source})
-    assert answer.status_code in (400, 500)
-    assert answer.json()["error"]["code"] in ("invalid_value", "template_failed")
+    code = answer.json()["error"]["code"]
+    assert (answer.status_code, code) in {
+        (400, "invalid_value"),
+        (500, "template_failed"),
+        (503, "preparing"),
+    }
     assert await prompt_of(http, worker) == "user: Hi\nassistant: "
