@@ -6,7 +6,6 @@ job rebuilds the same state by replaying its log.
 Uses neither Redis nor the engine.
 """
 
-import os.path
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from contract.function_types import Claimed, JobMark
 from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
+from contract.token_texts import NUM_CONTEXT_IDS, TextStream
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
@@ -78,11 +78,6 @@ def _marks(special: dict[int, str], files: TokenizerFiles, calls: bool) -> set[i
     return {i for i, content in special.items() if any(content in each for each in literals)}
 
 
-# A token such as "▁world" decodes with its leading space only after other tokens.
-_NUM_CONTEXT_IDS = 6
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
 class ChoiceText:
     """The text of one choice. Holds back incomplete characters and possible starts of stop
     strings. Tokens of `hidden_ids` have no text; by default, all special tokens.
@@ -101,16 +96,11 @@ class ChoiceText:
     ) -> None:
         """`shows_stop`: a stop string or token is part of the text. `joins_special`: an added token
         after another has no space before it, as in vLLM."""
-        self._tokenizer = tokenizer
-        self._skips_special = hidden_ids is None
         self._hidden_ids = hidden_ids or ()
-        context = [i for i in prompt_ids[-_NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
-        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skips_special)
-        # The prompt's end, if a character may be incomplete there: then the first piece repeats it.
-        text = tokenizer.decode(context, skip_special_tokens=self._skips_special)
-        self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
-        # Ids that do not form a whole character yet.
-        self._undecoded: list[int] = context if self._prompt_end else []
+        context = [i for i in prompt_ids[-NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
+        self._stream = TextStream(
+            tokenizer, DecodeStream, context, skips_special=hidden_ids is None
+        )
         self.stops = StopStrings(stop, min_tokens, shows_stop=shows_stop)
         self.shows_stop = shows_stop
         added = tokenizer.get_added_tokens_decoder() if joins_special else {}
@@ -127,13 +117,8 @@ class ChoiceText:
         self.stops.count()
         if token_id in self._hidden_ids:
             return ""
-        self._undecoded.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
-        if piece is None:
-            return ""
-        self._undecoded.clear()
-        piece = self._after_prompt(piece)
-        if self._added:
+        _, piece = self._stream.push(token_id)
+        if piece and self._added:
             content = self._added.get(token_id)
             piece = content if content is not None and self._was_added else piece
             self._was_added = content is not None
@@ -141,15 +126,7 @@ class ChoiceText:
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
-        self._undecoded.clear()
-        return self.stops.flush() + self._after_prompt(rest)
-
-    def _after_prompt(self, text: str) -> str:
-        """The first decoded text, without the prompt's."""
-        text = text[len(os.path.commonprefix([text, self._prompt_end])) :]
-        self._prompt_end = ""
-        return text
+        return self.stops.flush() + self._stream.end()
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
