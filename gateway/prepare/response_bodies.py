@@ -264,14 +264,6 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _functions(value: Any) -> Any:
-    for i, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported(HOSTED, f"{i}.type")
-    return value
-
-
 def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
@@ -308,9 +300,8 @@ class AllowedFunctions(Wanted):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[NamedFunction],
+        list[Annotated[NamedFunction, BeforeValidator(_choice)]],
         Field(min_length=1, max_length=MAX_TOOLS),
-        BeforeValidator(_functions),
     ]
 
 
