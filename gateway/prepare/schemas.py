@@ -3,8 +3,10 @@
 generation.py checks what depends on the model: vocabulary, context length, defaults.
 """
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -726,18 +728,6 @@ class ChatBody(WithTools, _SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def validated_chat(fields: dict[str, Any]) -> ChatBody:
-    """A chat that another call asks for. Raises ApiError."""
-    try:
-        return ChatBody.model_validate(fields)
-    except ValidationError as exc:
-        error = exc.errors()[0]
-        path = [*error["loc"], error.get("ctx", {}).get("param")]
-        param = ".".join(str(part) for part in path if part is not None)
-        code = CODE if error["type"] == CODE else "invalid_value"
-        raise bad_request(code, f"{param}: {error['msg']}", param) from None
-
-
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
@@ -771,6 +761,32 @@ class CompletionBody(_SamplingBody):
 
 
 GenerationBody = ChatBody | CompletionBody
+
+
+def validated_chat(fields: dict[str, Any]) -> ChatBody:
+    """A chat that another call asks for. Raises ApiError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        path = [*error["loc"], error.get("ctx", {}).get("param")]
+        param = ".".join(str(part) for part in path if part is not None)
+        code = CODE if error["type"] == CODE else "invalid_value"
+        raise bad_request(code, f"{param}: {error['msg']}", param) from None
+
+
+@contextlib.contextmanager
+def renamed(names: Sequence[tuple[str, str]], most: int = -1) -> Iterator[None]:
+    """Names parameters in errors of a chat as the call that asks for it does: patterns of their
+    paths, and what is in their place there. `most`: places in a message; -1: all."""
+    try:
+        yield
+    except ApiError as exc:
+        if given := exc.param:
+            for pattern, name in names:
+                exc.param = re.sub(pattern, name, exc.param)
+            exc.message = exc.message.replace(given, exc.param, most)
+        raise
 
 
 class TokenizedChat(ChatBody):
