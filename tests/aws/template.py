@@ -93,10 +93,10 @@ def expanded(part: Any, mappings: dict[str, Any], values: dict[str, str]) -> Any
             return mappings[table][expanded(key, mappings, values)][column]
         case {"Fn::Join": [" ", [{"Fn::FindInMap": _}, *_] as parts]}:
             return " ".join(expanded(parts, mappings, values))
-        case {"Fn::Sub": str(text)} if name := re.fullmatch(
+        case {"Fn::Sub": str(text)} if whole := re.fullmatch(
             r"\$\{(\w+)\}", expanded(text, mappings, values)
         ):
-            return {"Ref": name[1]}
+            return {"Ref": whole[1]}
         case dict():
             found: dict[str, Any] = {}
             for key, value in part.items():
