@@ -14,9 +14,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -36,7 +34,6 @@ from gateway.prepare.unsupported import (
     TEXT_PART,
     UNSUPPORTED,
     CallFields,
-    OwnModel,
     StrictModel,
     Wanted,
     none_of,
@@ -787,27 +784,3 @@ def renamed(names: Sequence[tuple[str, str]], most: int = -1) -> Iterator[None]:
                 exc.param = re.sub(pattern, name, exc.param)
             exc.message = exc.message.replace(given, exc.param, most)
         raise
-
-
-class TokenizedChat(ChatBody):
-    model: str = Field("", max_length=256)
-    return_token_strs: bool | None = None
-
-
-class TokenizedPrompt(CompletionBody):
-    model: str = Field("", max_length=256)
-    return_token_strs: bool | None = None
-
-
-# POST /tokenize: the body of a call, or what of it makes the prompt.
-TokenizeBody = Annotated[
-    Annotated[TokenizedChat, Tag("chat")] | Annotated[TokenizedPrompt, Tag("completion")],
-    Discriminator(lambda body: "chat" if "messages" in body else "completion"),
-]
-
-
-class DetokenizeBody(OwnModel):
-    """POST /detokenize."""
-
-    model: str = Field("", max_length=256)
-    tokens: TokenIds

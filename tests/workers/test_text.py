@@ -22,7 +22,7 @@ def run(text: str | bytes, *stop: str, min_tokens: int = 0) -> tuple[str, list[s
     pieces: list[str] = []
     for token_id in token_ids:
         pieces.append(choice.push(token_id))
-        if choice.is_stopped:
+        if choice.stops.found:
             return "".join(pieces), pieces, True
     pieces.append(choice.flush())
     return "".join(pieces), pieces, False
@@ -62,14 +62,14 @@ def test_the_stop_string_that_ends_a_choice_is_named() -> None:
     """The one at the first place."""
     choice = ChoiceText(tokenizer, (65,), ("bcd", "ab"), 0)
     assert "".join(map(choice.push, encode_text("xab"))) == "x"
-    assert (choice.is_stopped, choice.stops.found) == (True, "ab")
+    assert choice.stops.found == "ab"
 
 
 def test_a_stop_that_is_shown_ends_the_text() -> None:
     """Whole, and nothing is held back for it."""
     choice = ChoiceText(tokenizer, (), ("bc",), 0, shows_stop=True)
     assert [choice.push(token_id) for token_id in b"abc"] == ["a", "b", "c"]
-    assert choice.is_stopped
+    assert choice.stops.found
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -128,9 +128,9 @@ def test_a_prompt_that_ends_anywhere_stays_out_of_the_output(prompt: str, output
         pieces = []
         for token_id in token_ids[cut:]:
             pieces.append(choice.push(token_id))
-            if choice.is_stopped:
+            if choice.stops.found:
                 break
-        text = "".join(pieces) + ("" if choice.is_stopped else choice.flush())
+        text = "".join(pieces) + ("" if choice.stops.found else choice.flush())
         before, after = output_text(token_ids[:cut]), prompt + output
         rest = after[len(os.path.commonprefix([before, after])) :]
         stop = rest.find("3.")

@@ -107,13 +107,9 @@ class ChoiceText:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._was_added = False
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.stops.is_stopped
-
     def push(self, token_id: int) -> str:
-        """Returns the text that this token releases. `is_stopped` after a stop string."""
-        assert not self.is_stopped
+        """Returns the text that this token releases."""
+        assert not self.stops.found
         self.stops.count()
         if token_id in self._hidden_ids:
             return ""
@@ -164,7 +160,7 @@ class Choice:
             self.end(finish_reason)
             return
         self._add_token(self.text.push(token_id))
-        if self.text.is_stopped:
+        if self.text.stops.found:
             self._finish(FinishReason.STOP)
         elif finish_reason is not None:
             self.end(finish_reason)
@@ -198,7 +194,7 @@ class Choice:
         self.finish_reason = finish_reason
         if self.parser is not None:
             self.new.extend(self.parser.finish())
-            if self.text.is_stopped:  # in what only the end has shown to be the answer
+            if self.text.stops.found:  # in what only the end has shown to be the answer
                 self.finish_reason = finish_reason = FinishReason.STOP
             if finish_reason is FinishReason.STOP and self.parser.num_calls:
                 self.finish_reason = FinishReason.TOOL_CALLS
