@@ -23,8 +23,8 @@ from pydantic_core import to_json
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.http.errors import MISSING, ApiError, bad_request, invalid_value
-from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.http.errors import MISSING, ApiError, invalid_value
+from gateway.http.handlers import translated
 from gateway.models.past_calls import arguments_object, fitting_id
 from gateway.models.tokens import Cut
 from gateway.prepare.unsupported import (
@@ -766,10 +766,7 @@ def validated_chat(fields: dict[str, Any]) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as exc:
         error = exc.errors()[0]
-        path = [*error["loc"], error.get("ctx", {}).get("param")]
-        param = ".".join(str(part) for part in path if part is not None)
-        code = CODE if error["type"] == CODE else "invalid_value"
-        raise bad_request(code, f"{param}: {error['msg']}", param) from None
+        raise translated({**error, "loc": ("body", *error["loc"])}, fields) from None
 
 
 @contextlib.contextmanager
