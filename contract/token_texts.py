@@ -105,16 +105,6 @@ class TokenTexts:
         return token.replace("\u2581", " ").encode()
 
 
-class TokensById(TokenTexts):
-    """Tokens that are shown by their ids, as in vLLM."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self.__dict__ |= texts.__dict__
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return f"token_id:{token_id}".encode()
-
-
 class _Decoder(msgspec.Struct):
     type: str
     decoders: "list[_Decoder]" = []
