@@ -31,12 +31,7 @@ from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsWriter
 from gateway.prepare.unsupported import OwnModel
-from gateway.routes.files import (
-    MAX_FILENAME,
-    ExpiresAfter,
-    FileObject,
-    file_object,
-)
+from gateway.routes.files import MAX_FILENAME, ExpiresAfter, FileObject, file_object
 from gateway.routes.requests import GuardedRoute, check_media_type, form_of, multipart
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
