@@ -59,7 +59,7 @@ LOGPROBS = "message.output_text.logprobs"
 HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect.
-UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED_OF_RESPONSES = {
     **UNSUPPORTED,
     **none_of("allowed_token_ids background_options chat_template conversation prompt"),
     **none_of("bad_words context_management previous_input_messages stop stop_token_ids", []),
@@ -74,7 +74,6 @@ UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **none_of("top_k", 0, -1),
     **none_of("truncation", "disabled"),
 }
-_OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
 # Of parameters of a chat -> those of a response, in errors.
 NAMES = (
@@ -337,7 +336,7 @@ class TextFormat(Wanted):
 
 
 class TextOptions(Wanted):
-    unasked = _OF_TEXT
+    unasked = none_of("verbosity", "medium")
 
     format: TextFormat | None = None
 
