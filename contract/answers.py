@@ -296,7 +296,9 @@ class Chunks:
         """What precedes a choice's output: the role in chats, the prompt in completions
         with echo."""
         if self._job.endpoint is Endpoint.CHAT:
-            return [_role(choice) for choice in begun]
+            role = {"role": "assistant", "content": ""}
+            head = {"delta": role, "logprobs": None, "finish_reason": None}
+            return [{"index": choice, **head} for choice in begun]
         if not self._job.echo and self._job.prompt_logprobs is None:
             return []
         return [self._echo(choice) for choice in begun]
@@ -368,15 +370,6 @@ def _of_listed_prompt(job: Job, choice: int) -> dict[str, Any]:
     if not job.return_token_ids or job.num_prompts == 1:
         return {}
     return {"prompt_token_ids": list(job.prompts[choice // job.params.n])}
-
-
-def _role(choice: int) -> dict[str, Any]:
-    return {
-        "index": choice,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
 
 
 class Answer:
