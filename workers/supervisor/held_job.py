@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed, JobMark
-from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
+from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef, SamplingParams
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from contract.token_texts import NUM_CONTEXT_IDS, TextStream
@@ -80,30 +80,26 @@ def _marks(special: dict[int, str], files: TokenizerFiles, calls: bool) -> set[i
 
 class ChoiceText:
     """The text of one choice. Holds back incomplete characters and possible starts of stop
-    strings. Tokens of `hidden_ids` have no text; by default, all special tokens.
-    """
+    strings. Tokens of `hidden_ids` have no text, by default all special ones, unless `params` show
+    them."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        stop: tuple[str, ...],
-        min_tokens: int,
+        params: SamplingParams,
         hidden_ids: Collection[int] | None = None,
-        *,
-        shows_stop: bool = False,
-        joins_special: bool = False,
     ) -> None:
-        """`shows_stop`: a stop string or token is part of the text. `joins_special`: an added token
-        after another has no space before it, as in vLLM."""
-        self._hidden_ids = hidden_ids or ()
+        hides = params.skip_special_tokens
+        self._hidden_ids = hidden_ids if hides and hidden_ids else ()
         context = [i for i in prompt_ids[-NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
-        self._stream = TextStream(
-            tokenizer, DecodeStream, context, skips_special=hidden_ids is None
-        )
-        self.stops = StopStrings(stop, min_tokens, shows_stop=shows_stop)
-        self.shows_stop = shows_stop
-        added = tokenizer.get_added_tokens_decoder() if joins_special else {}
+        skips = hides and hidden_ids is None
+        self._stream = TextStream(tokenizer, DecodeStream, context, skips_special=skips)
+        self.shows_stop = params.include_stop_str_in_output
+        self.stops = StopStrings(params.stop, params.min_tokens, shows_stop=self.shows_stop)
+        # As in vLLM an added token after another has no space before it, where none is wanted.
+        joins = not (hides or params.spaces_between_special_tokens)
+        added = tokenizer.get_added_tokens_decoder() if joins else {}
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._was_added = False
 
@@ -281,22 +277,12 @@ class HeldJob:
     def _new_choice(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
     ) -> Choice:
-        params, hidden_ids = self.job.params, None
-        is_read = formats is not None and formats.reads(self.job)
-        if not params.skip_special_tokens:
-            hidden_ids = frozenset[int]()
-        elif formats is not None and is_read:
-            hidden_ids = formats.hidden_ids(self.job)
-        text = ChoiceText(
-            tokenizer,
-            prompt_ids,
-            params.stop,
-            params.min_tokens,
-            hidden_ids,
-            shows_stop=params.include_stop_str_in_output,
-            joins_special=not (params.skip_special_tokens or params.spaces_between_special_tokens),
-        )
-        if formats is None or not is_read:
+        if formats is not None and not formats.reads(self.job):
+            formats = None
+        hidden_ids = None if formats is None else formats.hidden_ids(self.job)
+        params = self.job.params
+        text = ChoiceText(tokenizer, prompt_ids, params, hidden_ids)
+        if formats is None:
             return Choice(text, None)
         parser = formats.parser(self.job, prompt_ids, text.stops)
         stop_token_ids = params.stop_token_ids if parser.may_reason else ()
