@@ -21,12 +21,12 @@ local function due(tag, set, now, limit)
   return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
 end
 
--- Calls `act` for each due job in a set, whose entries end with ids; a job on which it raises is
--- forgotten. `act` returns whether the job has left the set. Returns the number of due jobs.
+-- Calls `act` for each due job in a set, whose entries are ids, or numbers and ids; a job on which it
+-- raises is forgotten. `act` returns whether the job has left the set. Returns the number of due jobs.
 local function each_due(tag, set, now, limit, act)
   local entries = due(tag, set, now, limit)
   for _, entry in ipairs(entries) do
-    local id = string.match(entry, '%S*$')
+    local id = string.match(entry, '^%d* ?(%S+)$') or entry
     local has_left, is_done = try(act, id)
     if not is_done then forget_unreadable(tag, id) end
     if not has_left then redis.call('ZREM', tag .. set, entry) end
