@@ -5,7 +5,7 @@ resumed at any event continues with the same bytes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,16 +20,17 @@ from contract.events import (
 )
 from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
 from contract.response_events import ShowLogprobs, call_id
-from contract.token_texts import TextStream, TokensById, TokenTexts
+from contract.token_texts import TextStream, TokenTexts
 
 _LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
+_Names = Callable[[int], bytes]  # of tokens, by their ids
 
 
-def chat_logprobs(tokenizer: TokenTexts, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(names: _Names, items: Sequence[TokenLogprob]) -> dict[str, Any]:
     content = [
         {
-            **_chat_token(tokenizer, item.token_id, item.logprob),
-            "top_logprobs": [_chat_token(tokenizer, *pair) for pair in item.top],
+            **_chat_token(names, item.token_id, item.logprob),
+            "top_logprobs": [_chat_token(names, *pair) for pair in item.top],
         }
         for item in items
     ]
@@ -38,11 +39,13 @@ def chat_logprobs(tokenizer: TokenTexts, items: Sequence[TokenLogprob]) -> dict[
 
 def response_logprobs(tokenizer: TokenTexts | None) -> ShowLogprobs | None:
     """Returns what shows log probabilities of a response's text; None without a tokenizer."""
-    return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
+    if tokenizer is None:
+        return None
+    return lambda items: chat_logprobs(tokenizer.token_bytes, items)["content"]
 
 
-def _chat_token(tokenizer: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
+def _chat_token(names: _Names, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = names(token_id)
     return {
         "token": raw.decode(errors="replace"),
         "bytes": list(raw),
@@ -51,13 +54,13 @@ def _chat_token(tokenizer: TokenTexts, token_id: int, logprob: float) -> dict[st
 
 
 def completion_logprobs(
-    tokenizer: TokenTexts, items: Sequence[TokenLogprob], stream: TextStream
+    names: _Names, items: Sequence[TokenLogprob], stream: TextStream
 ) -> dict[str, list[Any]]:
     """The format of /v1/completions. `stream` is the text before these tokens."""
-    texts = [_text(tokenizer, item.token_id) for item in items]
+    texts = [_text(names, item.token_id) for item in items]
     tops: list[dict[str, float]] = []
     for text, item in zip(texts, items, strict=True):
-        top = {_text(tokenizer, token_id): _finite(logprob) for token_id, logprob in item.top}
+        top = {_text(names, token_id): _finite(logprob) for token_id, logprob in item.top}
         tops.append({text: _finite(item.logprob)} | top)
     return {
         "text_offset": [stream.push(item.token_id)[0] for item in items],
@@ -67,9 +70,7 @@ def completion_logprobs(
     }
 
 
-def listed_logprob(
-    tokenizer: TokenTexts, item: TokenLogprob, num_top: int
-) -> dict[str, dict[str, Any]]:
+def listed_logprob(names: _Names, item: TokenLogprob, num_top: int) -> dict[str, dict[str, Any]]:
     """vLLM's entry for a prompt token: the token itself first, then the most likely ones, by token
     id."""
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, 1)}
@@ -78,23 +79,25 @@ def listed_logprob(
         str(token_id): {
             "logprob": _finite(logprob),
             "rank": ranks.get(token_id),
-            "decoded_token": _text(tokenizer, token_id),
+            "decoded_token": _text(names, token_id),
         }
         for token_id, logprob in logprobs.items()
     }
 
 
-def _text(tokenizer: TokenTexts, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode(errors="replace")
+def _text(names: _Names, token_id: int) -> str:
+    return names(token_id).decode(errors="replace")
 
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LEAST
 
 
-def _named(job: Job, tokenizer: TokenTexts | None) -> TokenTexts | None:
-    """The tokenizer, with the names of tokens that log probabilities show."""
-    return TokensById(tokenizer) if tokenizer and job.return_tokens_as_token_ids else tokenizer
+def _names(job: Job, tokenizer: TokenTexts) -> _Names:
+    """How log probabilities name tokens."""
+    if job.return_tokens_as_token_ids:  # as in vLLM
+        return lambda token_id: f"token_id:{token_id}".encode()
+    return tokenizer.token_bytes
 
 
 class PromptPart:
@@ -135,8 +138,8 @@ class PromptPart:
             TokenLogprob(item.token_id, item.logprob, item.top[:num_top]) for item in self._items
         ]
         first = TokenLogprob(self.prompt_ids[0], 0.0)
-        tokenizer = _named(self._job, self._tokenizer) or self._tokenizer
-        shape = completion_logprobs(tokenizer, [first, *items], tokenizer.text_stream())
+        names = _names(self._job, self._tokenizer)
+        shape = completion_logprobs(names, [first, *items], self._tokenizer.text_stream())
         shape["token_logprobs"][0] = shape["top_logprobs"][0] = None
         return shape
 
@@ -147,7 +150,9 @@ class PromptPart:
             return {}
         if self._tokenizer is None:
             return {"prompt_logprobs": None}
-        listed = [listed_logprob(self._tokenizer, item, num_top) for item in self._items]
+        listed = [
+            listed_logprob(self._tokenizer.token_bytes, item, num_top) for item in self._items
+        ]
         return {"prompt_logprobs": [None, *listed]}
 
 
@@ -235,7 +240,7 @@ class Chunks:
         repeats_usage: bool = False,
     ) -> None:
         self._job = job
-        self._tokenizer = _named(job, tokenizer)
+        self._names = None if tokenizer is None else _names(job, tokenizer)
         self._head = _head(job, is_chunk=True)
         self._includes_usage = includes_usage
         self._repeats_usage = repeats_usage
@@ -291,7 +296,9 @@ class Chunks:
         """What precedes a choice's output: the role in chats, the prompt in completions
         with echo."""
         if self._job.endpoint is Endpoint.CHAT:
-            return [_role(choice) for choice in begun]
+            role = {"role": "assistant", "content": ""}
+            head = {"delta": role, "logprobs": None, "finish_reason": None}
+            return [{"index": choice, **head} for choice in begun]
         if not self._job.echo and self._job.prompt_logprobs is None:
             return []
         return [self._echo(choice) for choice in begun]
@@ -339,15 +346,15 @@ class Chunks:
         return message
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        if delta.logprobs is None or self._tokenizer is None:
+        if delta.logprobs is None or self._names is None:
             return None
         if self._job.endpoint is Endpoint.CHAT:
-            return chat_logprobs(self._tokenizer, delta.logprobs)
+            return chat_logprobs(self._names, delta.logprobs)
         if delta.choice not in self._streams:
             prompt = self._prompts[delta.choice // self._job.params.n]
             self._streams[delta.choice] = prompt.output_stream()
         stream = self._streams[delta.choice]
-        return completion_logprobs(self._tokenizer, delta.logprobs, stream)
+        return completion_logprobs(self._names, delta.logprobs, stream)
 
 
 def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
@@ -365,21 +372,12 @@ def _of_listed_prompt(job: Job, choice: int) -> dict[str, Any]:
     return {"prompt_token_ids": list(job.prompts[choice // job.params.n])}
 
 
-def _role(choice: int) -> dict[str, Any]:
-    return {
-        "index": choice,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
-
-
 class Answer:
     """A whole response, built from a job's events."""
 
     def __init__(self, job: Job, tokenizer: TokenTexts | None) -> None:
         self._job = job
-        self._tokenizer = _named(job, tokenizer)
+        self._names = None if tokenizer is None else _names(job, tokenizer)
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._deltas: list[list[ChoiceDelta]] = [[] for _ in range(job.num_choices)]  # by choice
 
@@ -429,11 +427,11 @@ class Answer:
         return message
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta], prompt: PromptPart) -> dict[str, Any] | None:
-        if self._job.params.logprobs is None or self._tokenizer is None:
+        if self._job.params.logprobs is None or self._names is None:
             return None
         items = [item for delta in deltas for item in delta.logprobs or ()]
         if self._job.endpoint is Endpoint.CHAT:
-            return chat_logprobs(self._tokenizer, items)
-        own = completion_logprobs(self._tokenizer, items, prompt.output_stream())
+            return chat_logprobs(self._names, items)
+        own = completion_logprobs(self._names, items, prompt.output_stream())
         echoed = prompt.echoed_logprobs() or {}
         return {name: echoed.get(name, []) + values for name, values in own.items()}

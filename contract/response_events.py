@@ -141,6 +141,8 @@ class ResponseEvents:
             events += self._of_delta(delta)
         return events
 
+    add = of
+
     def end(self, view: JobView) -> list[Event]:
         """The last events, of a job that has ended."""
         status = STATUSES[view.status]

@@ -9,27 +9,33 @@ import msgspec
 NewStream = Callable[..., Any]  # the library's DecodeStream
 
 # A token such as "▁world" decodes with its leading space only after other tokens.
-_NUM_CONTEXT_IDS = 6
+NUM_CONTEXT_IDS = 6
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
     """Decodes a growing text, the one after `context_ids`, and tells where each token starts. Its
-    first character has the index `offset`. Decodes as workers do: incomplete characters wait,
-    special tokens have no text."""
+    first character has the index `offset`. Incomplete characters wait; special tokens have no text,
+    unless `skips_special` is false."""
 
     def __init__(
-        self, tokenizer: Any, new: NewStream, context_ids: Sequence[int] = (), offset: int = 0
+        self,
+        tokenizer: Any,
+        new: NewStream,
+        context_ids: Sequence[int] = (),
+        offset: int = 0,
+        *,
+        skips_special: bool = True,
     ) -> None:
-        self._tokenizer, self._new = tokenizer, new
-        context = context_ids[-_NUM_CONTEXT_IDS:]
-        self._stream = new(ids=list(context), skip_special_tokens=True)
+        self._tokenizer, self._new, self._skips_special = tokenizer, new, skips_special
+        self._undecoded = [*context_ids[-NUM_CONTEXT_IDS:]]  # that form no whole character yet
+        self._stream = new(ids=self._undecoded, skip_special_tokens=skips_special)
         # The context's text, if a character may be incomplete at its end: then the first piece
         # repeats it.
-        text = tokenizer.decode(list(context), skip_special_tokens=True)
+        text = self._decoded()
         self._context = text if text.endswith(_INCOMPLETE) else ""
-        # Ids that do not form a whole character yet.
-        self._undecoded: list[int] = list(context) if self._context else []
+        if not self._context:
+            self._undecoded = []
         self._offset = offset
 
     def push(self, token_id: int) -> tuple[int, str]:
@@ -39,7 +45,7 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream = self._new(ids=[], skip_special_tokens=True)
+            self._stream = self._new(ids=[], skip_special_tokens=self._skips_special)
             piece = self._decoded()
         if piece is None:
             return start, ""
@@ -62,7 +68,8 @@ class TextStream:
         return text
 
     def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        skips = self._skips_special
+        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=skips)
         return text
 
 
@@ -96,16 +103,6 @@ class TokenTexts:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])  # byte fallback
         return token.replace("\u2581", " ").encode()
-
-
-class TokensById(TokenTexts):
-    """Tokens that are shown by their ids, as in vLLM."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self.__dict__ |= texts.__dict__
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return f"token_id:{token_id}".encode()
 
 
 class _Decoder(msgspec.Struct):

@@ -139,7 +139,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, check, callbacks list and replay",
-            functions=f"{_GATEWAY_FUNCTIONS} {_OPERATION_FUNCTIONS} drain",
+            functions=f"{_GATEWAY_FUNCTIONS} {_OPERATION_FUNCTIONS}",
             commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
             keeps=f"{_JOB_KEYS} {_OPERATION_KEYS} dead idem memory promised worker {_API_KEYS}",
             reads=f"clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries "

@@ -40,20 +40,3 @@ end
 function later.holds(job)
   return job.state == 'queued' and job.stream == later.stream(job)
 end
-
--- Moves the jobs whose time has come to the queues of their tenants. Returns their number.
-function later.begin_due(tag, now, limit)
-  local due = redis.call('ZRANGE', tag .. ':later', '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
-  for _, entry in ipairs(due) do
-    local id = string.match(entry, '%S+$')
-    local _, is_done = try(function()
-      local job = load_job(tag, id)
-      if not job or not later.holds(job) then return end
-      dequeue(tag, job)
-      enqueue(tag, job, tenant_stream(job))
-    end)
-    if not is_done then forget_unreadable(tag, id) end
-    redis.call('ZREM', tag .. ':later', entry)
-  end
-  return #due
-end

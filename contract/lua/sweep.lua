@@ -21,16 +21,17 @@ local function due(tag, set, now, limit)
   return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
 end
 
--- Calls `act` for each due job in a set; a job on which it raises is forgotten. `act` returns whether
--- the job has left the set. Returns the number of due jobs.
+-- Calls `act` for each due job in a set, whose entries are ids, or numbers and ids; a job on which it
+-- raises is forgotten. `act` returns whether the job has left the set. Returns the number of due jobs.
 local function each_due(tag, set, now, limit, act)
-  local ids = due(tag, set, now, limit)
-  for _, id in ipairs(ids) do
+  local entries = due(tag, set, now, limit)
+  for _, entry in ipairs(entries) do
+    local id = string.match(entry, '^%d* ?(%S+)$') or entry
     local has_left, is_done = try(act, id)
     if not is_done then forget_unreadable(tag, id) end
-    if not has_left then redis.call('ZREM', tag .. set, id) end
+    if not has_left then redis.call('ZREM', tag .. set, entry) end
   end
-  return #ids
+  return #entries
 end
 
 -- Ends the due jobs in a set.
@@ -58,6 +59,18 @@ local function requeue_lapsed(tag, now, limit)
   end)
 end
 
+-- Moves the jobs whose start has come to the queues of their tenants.
+local function begin_due(tag, now, limit)
+  return each_due(tag, ':later', now, limit, function(id)
+    local job = load_job(tag, id)
+    if job and later.holds(job) then
+      dequeue(tag, job)
+      enqueue(tag, job, tenant_stream(job))
+      return true
+    end
+  end)
+end
+
 -- Forgets jobs after their retention; their records may have expired already.
 local function forget_due(tag, now, limit)
   local entries = due(tag, ':kept', now, limit)
@@ -80,7 +93,7 @@ local function sweep(keys, argv)
   local unattended = end_due(tag, ':attended', 'cancelled', now, is_grace and 0 or room)
   room = room - unattended
   local lapsed = requeue_lapsed(tag, now, is_grace and 0 or room)
-  local begun = later.begin_due(tag, now, room - lapsed)
+  local begun = begin_due(tag, now, room - lapsed)
   return {lapsed, expired, unattended, begun, forget_due(tag, now, room - lapsed - begun)}
 end
 

@@ -222,7 +222,7 @@ def submitted_object(
 ) -> AcceptedJob:
     """The response to a submission. If an earlier job was found, its position is not known."""
     position = submitted.position if submitted.is_new else None
-    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position, wait, start_ms))
+    return AcceptedJob(**_shown(job, status, job.lane, position, wait, start_ms))
 
 
 def accepted_object(view: JobView, wait: WorkerWait | None) -> AcceptedJob:
@@ -348,12 +348,10 @@ def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
 
 
 def _shown_view(view: JobView, wait: WorkerWait | None) -> dict[str, Any]:
-    own = view.status, view.lane, view.position, wait, view.start_ms
-    return _shown(view.job.id, view.job, *own)
+    return _shown(view.job, view.status, view.lane, view.position, wait, view.start_ms)
 
 
 def _shown(
-    job_id: str,
     job: Job,
     status: JobStatus,
     lane: str,
@@ -362,7 +360,7 @@ def _shown(
     start_ms: float | None,
 ) -> dict[str, Any]:
     return {
-        "id": job_id,
+        "id": job.id,
         "status": public_status(status),
         "endpoint": job.endpoint,
         "model": job.named_model,
@@ -370,7 +368,7 @@ def _shown(
         **place(position),
         "start_at": _seconds(start_ms),
         **worker_wait_fields(wait),
-        "events_url": events_url(job_id),
+        "events_url": events_url(job.id),
     }
 
 

@@ -93,21 +93,31 @@ def _log_answered(job: Job, end: End) -> None:
 async def whole_answer(call: SyncCall, message: MessageEvents | None = None) -> dict[str, Any]:
     """The response of a call, once its job has ended: `message`, or OpenAI's. Raises ApiError if
     the job failed, and AnsweredOtherwise if the call became a job."""
-    gateway, job = call.gateway, call.job
-    answer = message or await answer_to(gateway, job)
-    async for news in follow(gateway, job, call=call):
+    answer = message or await answer_to(call.gateway, call.job)
+    end = await _collected(call, answer)
+    if end is None:
+        raise await call.hand_over()
+    return await built(answer, end.prompt_tokens, end.output_tokens)
+
+
+async def _collected(
+    call: SyncCall, answer: Answer | MessageEvents | ResponseEvents | VectorAnswer
+) -> End | None:
+    """Adds a call's log to its answer. Returns the end, None if the call's time is up before.
+    Raises ApiError if the job failed."""
+    async for news in follow(call.gateway, call.job, call=call):
         match news:
             case LogEntry(event=End() as end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
-                return await built(answer, end.prompt_tokens, end.output_tokens)
+                return end
             case [*entries]:
                 for entry in entries:
                     answer.add(entry)
             case Reset():
                 answer.reset()
         if call.time_limit.is_over(has_sent=False):
-            raise await call.hand_over()
+            return None
     raise AssertionError("unreachable")
 
 
@@ -169,8 +179,7 @@ async def call_stream(
         async for news in follow(gateway, job, position, call=call):
             match news:
                 case LogEntry(event=End() as end):
-                    failure = failure_of(end)
-                    if failure is not None:
+                    if (failure := failure_of(end)) is not None:
                         raise failure
                     if last := chunks.end(end.prompt_tokens, end.output_tokens):
                         yield _encoded(chunks, last)
@@ -338,23 +347,12 @@ async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, An
     limit. Raises ApiError if the job failed."""
     gateway, job = call.gateway, call.job
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
-    async for news in follow(gateway, job, call=call):
-        match news:
-            case LogEntry(event=End() as end):
-                if (failure := failure_of(end)) is not None:
-                    raise failure
-                view, _ = await gateway.broker.read(job.id, job.tenant)
-                response: dict[str, Any] = events.end(view)[-1]["response"]
-                return response
-            case [*entries]:
-                for entry in entries:
-                    events.of(entry)
-            case Reset():
-                events.reset()
-        if call.time_limit.is_over(has_sent=False):
-            await _outlive(call, record)
-            return events.response("in_progress")
-    raise AssertionError("unreachable")
+    if await _collected(call, events) is None:
+        await _outlive(call, record)
+        return events.response("in_progress")
+    view, _ = await gateway.broker.read(job.id, job.tenant)
+    response: dict[str, Any] = events.end(view)[-1]["response"]
+    return response
 
 
 async def response_stream(

@@ -18,12 +18,7 @@ from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
 from contract.token_texts import TokenTexts
 from gateway.child import Refused
-from gateway.child_process import (
-    ChildFailed,
-    ChildLimits,
-    ChildPool,
-    ChildUnreadable,
-)
+from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
 from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.turns import Turns, turn
 

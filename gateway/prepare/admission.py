@@ -17,11 +17,7 @@ from contract.endpoints import VECTOR_ENDPOINTS
 from contract.function_types import Submission, TenantLimits
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import new_job_id
-from gateway.http.errors import (
-    ApiError,
-    UnknownJob,
-    invalid_value,
-)
+from gateway.http.errors import ApiError, UnknownJob, invalid_value
 from gateway.prepare.revocation import watch_key
 from gateway.prepare.schemas import ChatBody
 from gateway.prepare.unsupported import CallFields

@@ -151,15 +151,12 @@ def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
     biases = dict.fromkeys(card.generation.suppress_tokens, -100.0)
     for name, bias in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise _bad_bias("keys of logit_bias must be token ids")
+            raise invalid_value("logit_bias", "keys of logit_bias must be token ids")
         if int(name) >= card.vocab_size:
-            raise _bad_bias(f"token ids of logit_bias must be below {card.vocab_size}")
+            message = f"token ids of logit_bias must be below {card.vocab_size}"
+            raise invalid_value("logit_bias", message)
         biases[int(name)] = float(bias)
     return biases
-
-
-def _bad_bias(message: str) -> ApiError:
-    return invalid_value("logit_bias", message)
 
 
 def bad_word_ids(tokenizer: ModelTokenizer, body: GenerationBody) -> tuple[tuple[int, ...], ...]:

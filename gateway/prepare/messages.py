@@ -23,7 +23,16 @@ _OF_TOOLS = {"allowed_callers": (["direct"],), "defer_loading": (False,), "input
 # With the same name and meaning in a chat.
 _SHARED = ["model", "service_tier", "on_disconnect", "max_tokens", "temperature", "top_p", "top_k"]
 _BUDGET = "thinking.budget_tokens"
-_NAMES = {"reasoning_effort": "thinking", "stop": "stop_sequences", BUDGET: _BUDGET}
+# Of parameters of a chat -> those of a message, in errors.
+_NAMES = (
+    (r"^messages.*", "messages"),  # whose positions are others
+    (r"^response_format(\.json_schema)?(?=\.|$)", "output_config.format"),
+    (r"^(tools\.\d+|tool_choice)\.function\.", r"\1."),
+    (r"^(tools\.\d+)\.parameters(?=\.|$)", r"\1.input_schema"),
+    (r"^reasoning_effort$", "thinking"),
+    (r"^stop(?=\.|$)", "stop_sequences"),
+    (rf"^{BUDGET}$", _BUDGET),
+)
 
 
 class Source(StrictModel):
@@ -204,10 +213,8 @@ class PromptBody(CallFields):
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        try:
+        with schemas.renamed(_NAMES, most=1):
             return schemas.validated_chat(fields)
-        except ApiError as exc:
-            raise _renamed(exc) from None
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         """Turns of one role that follow each other become one, as Anthropic's do."""
@@ -271,38 +278,18 @@ async def prepare_any_call(
     if not isinstance(body, PromptBody):
         return await prepare_call(gateway, body, job, submission)
     chat = body.chat()
-    while True:
-        try:
-            return await prepare_call(gateway, chat, job, submission)
-        except ApiError as exc:
-            other = _otherwise(chat, exc)
-            if other is None:
-                raise _renamed(exc) from None
-            chat = other
-
-
-def _otherwise(chat: ChatBody, error: ApiError) -> ChatBody | None:
-    """The chat in a form that the model may take; None if there is none. How much it thinks is only
-    asked of it, but for not at all."""
-    param = error.param or ""
-    if error.code == UNSUPPORTED and param in (BUDGET, "reasoning_effort"):
-        return None if getattr(chat, param) == "none" else chat.model_copy(update={param: None})
-    return None
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """The error of a chat, with the names of a message's parameters; of a prompt beyond the context
-    in Anthropic's words, by which clients recognise it."""
-    given = error.param or ""
-    name, _, rest = given.partition(".")
-    if name == "messages":  # the places among a chat's are others
-        rest = ""
-    elif name == "response_format":
-        name, rest = "output_config.format", rest.removeprefix("json_schema").removeprefix(".")
-    elif name in ("tools", "tool_choice"):
-        rest = rest.replace("function.parameters", "input_schema", 1).replace("function.", "", 1)
-    error.param = ".".join(part for part in (_NAMES.get(name, name), rest) if part)
-    error.message = error.message.replace(given, error.param, 1) if given else error.message
-    if isinstance(error, ContextExceeded) and error.num_prompt >= error.limit:
-        error.message = f"prompt is too long: {error.num_prompt} tokens > {error.limit} maximum"
-    return error
+    with schemas.renamed(_NAMES, most=1):
+        while True:
+            try:
+                return await prepare_call(gateway, chat, job, submission)
+            except ApiError as exc:
+                param = exc.param or ""
+                if isinstance(exc, ContextExceeded) and exc.num_prompt >= exc.limit:
+                    # In Anthropic's words, by which clients recognise it.
+                    num = f"{exc.num_prompt} tokens > {exc.limit} maximum"
+                    exc.message = f"prompt is too long: {num}"
+                # How much a model thinks is only asked of it, but for not at all.
+                is_degree = exc.code == UNSUPPORTED and param in (BUDGET, "reasoning_effort")
+                if not is_degree or getattr(chat, param) == "none":
+                    raise
+                chat = chat.model_copy(update={param: None})

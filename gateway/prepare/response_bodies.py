@@ -15,7 +15,6 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.http.errors import ApiError
 from gateway.prepare.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -33,6 +32,7 @@ from gateway.prepare.schemas import (
     TopLogprobs,
     few_parts,
     image_source,
+    renamed,
     validated_chat,
 )
 from gateway.prepare.unsupported import (
@@ -59,7 +59,7 @@ LOGPROBS = "message.output_text.logprobs"
 HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect.
-UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED_OF_RESPONSES = {
     **UNSUPPORTED,
     **none_of("allowed_token_ids background_options chat_template conversation prompt"),
     **none_of("bad_words context_management previous_input_messages stop stop_token_ids", []),
@@ -74,15 +74,15 @@ UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **none_of("top_k", 0, -1),
     **none_of("truncation", "disabled"),
 }
-_OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
-# Parameters of a chat -> those of a response, in errors.
-_NAMES = (
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("messages", "input"),
-    ("reasoning_effort", "reasoning.effort"),
+# Of parameters of a chat -> those of a response, in errors.
+NAMES = (
+    (r"^response_format(\.json_schema)?(?=\.|$)", "text.format"),
+    (r"^max_completion_tokens$", "max_output_tokens"),
+    (r"^messages.*", "input"),  # whose positions are others
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^(tool.*?)\.function\b", r"\1"),
+    (r"^tool_choice\.allowed_tools\b", "tool_choice"),
 )
 
 
@@ -264,14 +264,6 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _functions(value: Any) -> Any:
-    for i, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported(HOSTED, f"{i}.type")
-    return value
-
-
 def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
@@ -308,9 +300,8 @@ class AllowedFunctions(Wanted):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[NamedFunction],
+        list[Annotated[NamedFunction, BeforeValidator(_choice)]],
         Field(min_length=1, max_length=MAX_TOOLS),
-        BeforeValidator(_functions),
     ]
 
 
@@ -345,7 +336,7 @@ class TextFormat(Wanted):
 
 
 class TextOptions(Wanted):
-    unasked = _OF_TEXT
+    unasked = none_of("verbosity", "medium")
 
     format: TextFormat | None = None
 
@@ -440,10 +431,8 @@ class ResponseBody(Templated, Sampled, CallFields):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.of_chat()
-        try:
+        with renamed(NAMES):
             return validated_chat(fields)
-        except ApiError as exc:
-            raise renamed(exc) from None
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -484,21 +473,3 @@ _SHARED = (
     *Templated.model_fields,
     *Sampled.model_fields,
 )
-
-
-def renamed(error: ApiError) -> ApiError:
-    """The error of a chat, with the names of a response's parameters."""
-    if error.param is None:
-        return error
-    given = error.param
-    for of_chat, name in _NAMES:
-        if given == of_chat or given.startswith(f"{of_chat}."):
-            error.param = name + given.removeprefix(of_chat)
-            break
-    if given.startswith(("tools.", "tool_choice.")):
-        error.param = given.replace(".function", "", 1).replace(".allowed_tools", "", 1)
-    if given.startswith("messages"):
-        # Positions among messages are not those of the items.
-        error.param = "input"
-    error.message = error.message.replace(given, error.param)
-    return error

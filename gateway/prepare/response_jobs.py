@@ -13,7 +13,8 @@ from contract.response_events import Item, ResponseEvents, ResponseRecord, encod
 from gateway.follow.stored_responses import read_response, replayed, response_of_item
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request, invalid_value, not_found
 from gateway.prepare.calls import prepare_call
-from gateway.prepare.response_bodies import HOSTED, ItemReference, ResponseBody, renamed
+from gateway.prepare.response_bodies import HOSTED, NAMES, ItemReference, ResponseBody
+from gateway.prepare.schemas import renamed
 from gateway.settings import variable
 from gateway.state import Gateway
 
@@ -166,10 +167,8 @@ async def prepare_response(
     submission = msgspec.structs.replace(submission, metadata=metadata)
     items = await conversation(gateway, job.tenant, body)
     chat = body.chat(to_messages(items))
-    try:
+    with renamed(NAMES):
         job, submission = await prepare_call(gateway, chat, job, submission)
-    except ApiError as exc:
-        raise renamed(exc) from None
     try:
         record = encode_record(record_of(job, body, items))
     except OverflowError:  # of an integer over 64 bits, which only schemas may have

@@ -3,8 +3,10 @@
 generation.py checks what depends on the model: vocabulary, context length, defaults.
 """
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -12,9 +14,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -23,8 +23,8 @@ from pydantic_core import to_json
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.http.errors import MISSING, ApiError, bad_request, invalid_value
-from gateway.http.errors import UNSUPPORTED as CODE
+from gateway.http.errors import MISSING, ApiError, invalid_value
+from gateway.http.handlers import translated
 from gateway.models.past_calls import arguments_object, fitting_id
 from gateway.models.tokens import Cut
 from gateway.prepare.unsupported import (
@@ -34,7 +34,6 @@ from gateway.prepare.unsupported import (
     TEXT_PART,
     UNSUPPORTED,
     CallFields,
-    OwnModel,
     StrictModel,
     Wanted,
     none_of,
@@ -726,18 +725,6 @@ class ChatBody(WithTools, _SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def validated_chat(fields: dict[str, Any]) -> ChatBody:
-    """A chat that another call asks for. Raises ApiError."""
-    try:
-        return ChatBody.model_validate(fields)
-    except ValidationError as exc:
-        error = exc.errors()[0]
-        path = [*error["loc"], error.get("ctx", {}).get("param")]
-        param = ".".join(str(part) for part in path if part is not None)
-        code = CODE if error["type"] == CODE else "invalid_value"
-        raise bad_request(code, f"{param}: {error['msg']}", param) from None
-
-
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
@@ -773,25 +760,24 @@ class CompletionBody(_SamplingBody):
 GenerationBody = ChatBody | CompletionBody
 
 
-class TokenizedChat(ChatBody):
-    model: str = Field("", max_length=256)
-    return_token_strs: bool | None = None
+def validated_chat(fields: dict[str, Any]) -> ChatBody:
+    """A chat that another call asks for. Raises ApiError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        raise translated({**error, "loc": ("body", *error["loc"])}, fields) from None
 
 
-class TokenizedPrompt(CompletionBody):
-    model: str = Field("", max_length=256)
-    return_token_strs: bool | None = None
-
-
-# POST /tokenize: the body of a call, or what of it makes the prompt.
-TokenizeBody = Annotated[
-    Annotated[TokenizedChat, Tag("chat")] | Annotated[TokenizedPrompt, Tag("completion")],
-    Discriminator(lambda body: "chat" if "messages" in body else "completion"),
-]
-
-
-class DetokenizeBody(OwnModel):
-    """POST /detokenize."""
-
-    model: str = Field("", max_length=256)
-    tokens: TokenIds
+@contextlib.contextmanager
+def renamed(names: Sequence[tuple[str, str]], most: int = -1) -> Iterator[None]:
+    """Names parameters in errors of a chat as the call that asks for it does: patterns of their
+    paths, and what is in their place there. `most`: places in a message; -1: all."""
+    try:
+        yield
+    except ApiError as exc:
+        if given := exc.param:
+            for pattern, name in names:
+                exc.param = re.sub(pattern, name, exc.param)
+            exc.message = exc.message.replace(given, exc.param, most)
+        raise

@@ -93,14 +93,8 @@ DESCRIPTIONS = _names(
     "eager_input_streaming examples icons id index input_examples metadata name output_schema",
     "outputSchema return returns tags title version",
 )
-# Parts of a message that the model would not see.
-OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),  # of a last message that the model is to continue
-    "prefix": (False,),
-    "refusal": (),
-}
+# Parts of a message that the model would not see, and marks of a last one that it is to continue.
+OF_MESSAGES = none_of("audio function_call refusal") | none_of("partial prefix", False)
 ROLES = frozenset({"function"})
 PARTS = frozenset({"input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})

@@ -4,30 +4,24 @@
 vectors.py checks what depends on the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.prepare.schemas import TokenIds, TruncatedTexts, token_ids
-from gateway.prepare.unsupported import CallFields, StrictModel, refusal
+from gateway.prepare.unsupported import CallFields, StrictModel, none_of, refusal
 
 _NO_IDS = "must be a list of token ids that is not empty"
 MAX_INPUTS = 2048  # as OpenAI allows
 # Parameters of other servers -> values without effect.
-UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
-    "activation": (True,),
-    "add_special_tokens": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "embed_dtype": ("float32",),
-    "max_chunks_per_doc": (),
-    "mm_processor_kwargs": ({},),
-    "normalize": (),
-    "rank_fields": (["text"],),
-    "relevant_spans": (),
-    "stream": (False,),
-    "use_activation": (True,),
+UNSUPPORTED_OF_VECTORS = {
+    **none_of("chat_template max_chunks_per_doc normalize relevant_spans"),
+    **none_of("activation add_special_tokens use_activation", True),
+    **none_of("chat_template_kwargs mm_processor_kwargs", {}),
+    **none_of("embed_dtype", "float32"),
+    **none_of("rank_fields", ["text"]),
+    **none_of("stream", False),
 }
 
 # What the OpenAPI document says of fields with validators of their own.

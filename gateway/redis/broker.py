@@ -380,17 +380,8 @@ class Broker:
         terms = {"deadline_s": deadline_s, "retention_s": retention_s}
         await self._on_job(job_id, lambda shard: shard.functions.detach(job_id, tenant, **terms))
 
-    async def reprioritise(
-        self,
-        job_id: str,
-        tenant: str,
-        *,
-        lane: str = "",
-        deadline_s: float | None = None,
-        start_at_s: float | None = None,
-    ) -> Verdict | JobStatus:
+    async def reprioritise(self, job_id: str, tenant: str, **terms: Any) -> Verdict | JobStatus:
         """As Functions.reprioritise. Raises UnknownJob."""
-        terms: Any = {"lane": lane, "deadline_s": deadline_s, "start_at_s": start_at_s}
         return await self._on_job(
             job_id, lambda shard: shard.functions.reprioritise(job_id, tenant, **terms)
         )

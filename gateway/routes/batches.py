@@ -190,11 +190,7 @@ async def create_batch(
     )
     shard = await gateway.broker.shards.home(caller.tenant)
     batch_id = new_batch_id(shard.number)
-    terms: dict[str, Any] = {
-        "window_s": window_s,
-        "start_at_s": start_at_s,
-        "callback": callback,
-    }
+    terms: Any = {"window_s": window_s, "start_at_s": start_at_s, "callback": callback}
     try:
         await shard.ask("batch", shard.batches.add, batch_id, asked, **terms)
     except BatchesFull:

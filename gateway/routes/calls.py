@@ -185,27 +185,22 @@ async def answer_call(
     await begin(call, caller, *await unless_gone(call.request.receive, work))
     call.headers |= ignored_header(body)
     with call.named_errors():
-        message = None
+        shown: Chunks | MessageEvents
         if isinstance(body, MessagesBody):
-            message = MessageEvents(call.job, body.max_tokens, body.shows_thinking)
-        if not isinstance(body, _Streamed) or not body.stream:
-            return await answer_whole(call, whole_answer(call, message))
+            shown = MessageEvents(call.job, body.max_tokens, body.shows_thinking)
+            if not body.stream:
+                return await answer_whole(call, whole_answer(call, shown))
+        elif isinstance(body, _Streamed) and body.stream:
+            usage = {"includes_usage": body.includes_usage, "repeats_usage": body.repeats_usage}
+            shown = Chunks(call.job, await call.gateway.tokenizer_for(call.job), **usage)
+        else:
+            return await answer_whole(call, whole_answer(call))
         has_ids = bool(call.key) or body.on_disconnect == "continue"
-        events = call_stream(call, message or await _chunks(call, body), has_ids=has_ids)
+        events = call_stream(call, shown, has_ids=has_ids)
         call.headers |= call.timing.headers()
         return await sse.sse_response(
             call.request, events, headers=call.headers, on_gone=call.on_gone
         )
-
-
-async def _chunks(call: SyncCall, body: _Streamed) -> Chunks:
-    assert not isinstance(body, MessagesBody)
-    return Chunks(
-        call.job,
-        await call.gateway.tokenizer_for(call.job),
-        includes_usage=body.includes_usage,
-        repeats_usage=body.repeats_usage,
-    )
 
 
 async def begin(call: SyncCall, caller: Caller, job: Job, submission: Submission) -> None:

@@ -30,7 +30,7 @@ from gateway.prepare.admission import Caller, JobsReader, JobsWriter
 from gateway.prepare.images import PURPOSES
 from gateway.prepare.schemas import FILE_ID
 from gateway.prepare.unsupported import OwnModel
-from gateway.routes.requests import GuardedRoute, check_media_type, form_of
+from gateway.routes.requests import GuardedRoute, check_media_type, form_of, multipart
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
@@ -41,29 +41,16 @@ _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 MAX_FILENAME = 255
 _REDIRECT_S = 300.0  # in which a download from the store must begin
 _UPLOADED = frozenset({"batch", *PURPOSES})
-_UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch", "user_data", "vision"]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": MIN_LIFETIME_S,
-                            "maximum": MAX_LIFETIME_S,
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
+_LIFETIME = {"type": "integer", "minimum": MIN_LIFETIME_S, "maximum": MAX_LIFETIME_S}
+_UPLOAD = multipart(
+    ["file", "purpose"],
+    {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch", "user_data", "vision"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": _LIFETIME,
+    },
+)
 
 Purpose = Literal["batch", "batch_output", "user_data", "vision"]
 

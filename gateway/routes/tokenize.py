@@ -1,10 +1,10 @@
 """POST /tokenize, POST /detokenize and GET /version, as vLLM has them."""
 
 from importlib.metadata import version
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from contract.model_cards import ModelCard
 from gateway.http.errors import invalid_value
@@ -13,12 +13,37 @@ from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.admission import AnyCaller, Inference
 from gateway.prepare.calls import unknown_model_error
 from gateway.prepare.generation import check_ids, prompts_of
-from gateway.prepare.schemas import MAX_TOKEN_IDS, DetokenizeBody, TokenizeBody
+from gateway.prepare.schemas import MAX_TOKEN_IDS, ChatBody, CompletionBody, TokenIds
+from gateway.prepare.unsupported import OwnModel
 from gateway.routes.requests import GuardedRoute
 from gateway.state import Gateway, ThisGateway
 
 _ANSWERS = answers(401, 403, 404, 415, 429)
 router = APIRouter(route_class=GuardedRoute, tags=["tokens"], responses=_ANSWERS)
+
+
+class TokenizedChat(ChatBody):
+    model: str = Field("", max_length=256)
+    return_token_strs: bool | None = None
+
+
+class TokenizedPrompt(CompletionBody):
+    model: str = Field("", max_length=256)
+    return_token_strs: bool | None = None
+
+
+# POST /tokenize: the body of a call, or what of it makes the prompt.
+TokenizeBody = Annotated[
+    Annotated[TokenizedChat, Tag("chat")] | Annotated[TokenizedPrompt, Tag("completion")],
+    Discriminator(lambda body: "chat" if "messages" in body else "completion"),
+]
+
+
+class DetokenizeBody(OwnModel):
+    """POST /detokenize."""
+
+    model: str = Field("", max_length=256)
+    tokens: TokenIds
 
 
 class Tokens(BaseModel):

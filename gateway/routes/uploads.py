@@ -31,13 +31,8 @@ from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsWriter
 from gateway.prepare.unsupported import OwnModel
-from gateway.routes.files import (
-    MAX_FILENAME,
-    ExpiresAfter,
-    FileObject,
-    file_object,
-)
-from gateway.routes.requests import GuardedRoute, check_media_type, form_of
+from gateway.routes.files import MAX_FILENAME, ExpiresAfter, FileObject, file_object
+from gateway.routes.requests import GuardedRoute, check_media_type, form_of, multipart
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 router = APIRouter(route_class=GuardedRoute, tags=["files"], responses=answers(401, 403, 429))
@@ -45,21 +40,7 @@ router = APIRouter(route_class=GuardedRoute, tags=["files"], responses=answers(4
 _MAX_PARTS = 1_000
 _ID = re.compile(r"upload_([0-9]{1,4}-)?[0-9a-f]{32}")
 _READ_BYTES = 2**20
-_PART = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["data"],
-                    "additionalProperties": False,
-                    "properties": {"data": {"type": "string", "format": "binary"}},
-                }
-            }
-        },
-    }
-}
+_DATA = {"data": {"type": "string", "format": "binary"}}
 
 
 class UploadBody(OwnModel):
@@ -124,7 +105,11 @@ async def create_upload(
     return _shown(await recorded(gateway, record, UPLOAD_S, of_tenant), "pending")
 
 
-@router.post("/v1/uploads/{upload_id}/parts", openapi_extra=_PART, responses=answers(404, 415))
+@router.post(
+    "/v1/uploads/{upload_id}/parts",
+    openapi_extra=multipart(["data"], _DATA, additionalProperties=False),
+    responses=answers(404, 415),
+)
 async def add_part(
     request: Request, caller: JobsWriter, gateway: AcceptingGateway, upload_id: str
 ) -> UploadPart:

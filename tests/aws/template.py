@@ -85,12 +85,18 @@ def data() -> dict[str, Any]:
 
 def expanded(part: Any, mappings: dict[str, Any], values: dict[str, str]) -> Any:
     """A part of a template after Fn::ForEach over lists, as the transform AWS::LanguageExtensions
-    makes it; `values` are those of the loops around it."""
+    makes it, with the texts of mappings joined; `values` are those of the loops around it."""
     match part:
         case {"Ref": str(name)} if name in values:
             return values[name]
         case {"Fn::FindInMap": [str(table), key, str(column)]}:
             return mappings[table][expanded(key, mappings, values)][column]
+        case {"Fn::Join": [" ", [{"Fn::FindInMap": _}, *_] as parts]}:
+            return " ".join(expanded(parts, mappings, values))
+        case {"Fn::Sub": str(text)} if whole := re.fullmatch(
+            r"\$\{(\w+)\}", expanded(text, mappings, values)
+        ):
+            return {"Ref": whole[1]}
         case dict():
             found: dict[str, Any] = {}
             for key, value in part.items():

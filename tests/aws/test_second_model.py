@@ -19,7 +19,7 @@ from infra.aws.pool_service import PoolService, PoolWatch, build_parser, policy_
 from infra.aws.workforce import EcsService
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Clock
-from tests.aws.template import NESTED, ROOT, TEMPLATE
+from tests.aws.template import NESTED, ROOT, TEMPLATE, expanded
 from tests.gateway.conftest import make_settings, running_gateway
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +94,9 @@ def pools(aws_environ: dict[str, str]) -> Iterator[dict[str, list[str]]]:
     cloudformation, ecs = boto3.client("cloudformation"), boto3.client("ecs")
     ecs.create_cluster(clusterName="Cluster")
     template, commands = with_second_pool(TEMPLATE.read_text()), {}
-    written = json.loads(json.dumps(loaded(NESTED["pool"].read_text())))
+    written = loaded(NESTED["pool"].read_text())
+    written = expanded(written, written["Mappings"], {})
+    written.pop("Transform")  # `expanded` has made it
     kinds = ("AWS::ECS::TaskDefinition", "AWS::ECS::Service")
     resources = {n: one for n, one in written["Resources"].items() if one["Type"] in kinds}
     for one in resources.values():

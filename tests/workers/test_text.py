@@ -1,6 +1,8 @@
 """Token ids to text: no text is lost, and no text after a stop string is shown."""
 
 import os.path
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from contract.jobs import SamplingParams
 from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer, output_text
 from workers.output.stop_strings import Automaton
 from workers.supervisor.held_job import ChoiceText
@@ -15,14 +18,26 @@ from workers.supervisor.held_job import ChoiceText
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
 
 
+def text_of(
+    token_ids: Sequence[int],
+    *stop: str,
+    hidden_ids: Collection[int] | None = None,
+    tokenizer: Tokenizer = tokenizer,
+    **params: Any,
+) -> ChoiceText:
+    """The text of a choice after a prompt."""
+    asked = SamplingParams(max_tokens=99, seed=0, stop=stop, **params)
+    return ChoiceText(tokenizer, token_ids, asked, hidden_ids)
+
+
 def run(text: str | bytes, *stop: str, min_tokens: int = 0) -> tuple[str, list[str], bool]:
     """The complete released text, its pieces, and whether a stop string was found."""
     token_ids = list(text) if isinstance(text, bytes) else encode_text(text)
-    choice = ChoiceText(tokenizer, (65,), stop, min_tokens)
+    choice = text_of((65,), *stop, min_tokens=min_tokens)
     pieces: list[str] = []
     for token_id in token_ids:
         pieces.append(choice.push(token_id))
-        if choice.is_stopped:
+        if choice.stops.found:
             return "".join(pieces), pieces, True
     pieces.append(choice.flush())
     return "".join(pieces), pieces, False
@@ -60,16 +75,16 @@ def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
 
 def test_the_stop_string_that_ends_a_choice_is_named() -> None:
     """The one at the first place."""
-    choice = ChoiceText(tokenizer, (65,), ("bcd", "ab"), 0)
+    choice = text_of((65,), "bcd", "ab")
     assert "".join(map(choice.push, encode_text("xab"))) == "x"
-    assert (choice.is_stopped, choice.stops.found) == (True, "ab")
+    assert choice.stops.found == "ab"
 
 
 def test_a_stop_that_is_shown_ends_the_text() -> None:
     """Whole, and nothing is held back for it."""
-    choice = ChoiceText(tokenizer, (), ("bc",), 0, shows_stop=True)
+    choice = text_of((), "bc", include_stop_str_in_output=True)
     assert [choice.push(token_id) for token_id in b"abc"] == ["a", "b", "c"]
-    assert choice.is_stopped
+    assert choice.stops.found
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -78,7 +93,11 @@ def test_added_tokens_are_joined_where_no_spaces_are_wanted(joins: bool) -> None
     plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     plain.add_special_tokens(["<x>", "<y>"])
     ids = [0, 2, 3, 1]
-    choice = ChoiceText(plain, (), (), 0, frozenset(), joins_special=joins)
+    asked: dict[str, Any] = {
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": not joins,
+    }
+    choice = text_of((), tokenizer=plain, **asked)
     text = "".join(map(choice.push, ids)) + choice.flush()
     assert text == ("a <x><y> b" if joins else plain.decode(ids, skip_special_tokens=False))
 
@@ -109,7 +128,7 @@ def test_stop_strings_are_ignored_before_min_tokens() -> None:
 def test_a_replay_reaches_the_same_state(cut: int) -> None:
     """Released text depends only on the tokens: a second decoder agrees after every token."""
     token_ids = encode_text("ab→cX")
-    first, second = (ChoiceText(tokenizer, (), ("cXY",), 0) for _ in range(2))
+    first, second = (text_of((), "cXY") for _ in range(2))
     for token_id in token_ids[:cut]:
         assert first.push(token_id) == second.push(token_id)
     assert first.flush() == second.flush()
@@ -124,13 +143,13 @@ def test_a_prompt_that_ends_anywhere_stays_out_of_the_output(prompt: str, output
     """Cut at every byte: the output is what follows, with the character that it completes."""
     token_ids = encode_text(prompt + output)
     for cut in range(len(token_ids) + 1):
-        choice = ChoiceText(tokenizer, token_ids[:cut], ("3.",), min_tokens=0)
+        choice = text_of(token_ids[:cut], "3.")
         pieces = []
         for token_id in token_ids[cut:]:
             pieces.append(choice.push(token_id))
-            if choice.is_stopped:
+            if choice.stops.found:
                 break
-        text = "".join(pieces) + ("" if choice.is_stopped else choice.flush())
+        text = "".join(pieces) + ("" if choice.stops.found else choice.flush())
         before, after = output_text(token_ids[:cut]), prompt + output
         rest = after[len(os.path.commonprefix([before, after])) :]
         stop = rest.find("3.")
@@ -139,8 +158,8 @@ def test_a_prompt_that_ends_anywhere_stays_out_of_the_output(prompt: str, output
 
 def test_hidden_tokens_have_no_text() -> None:
     """Nor has an ignored end-of-sequence token. Others that are special have."""
-    ignored = ChoiceText(tokenizer, (), (), 0)
+    ignored = text_of(())
     assert [ignored.push(i) for i in (97, EOS_ID, 98)] == ["a", "", "b"]
     assert ignored.flush() == ""
-    choice = ChoiceText(tokenizer, (EOS_ID, 97), (), 0, hidden_ids={EOS_ID})
+    choice = text_of((EOS_ID, 97), hidden_ids={EOS_ID})
     assert [choice.push(i) for i in (98, EOS_ID, PAD_ID, 99)] == ["b", "", "<pad>", "c"]

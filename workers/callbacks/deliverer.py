@@ -108,18 +108,14 @@ def response_of(
     return {"response": events.end(view)[-1]["response"]}
 
 
-def choices_of(
-    view: JobView, job: Job, entries: Iterable[LogEntry], texts: TokenTexts | None
-) -> Output:
-    """What the result of a chat or a completion has, but its name and its usage."""
-    answer = Answer(job, texts)
+def whole(answer: Answer | VectorAnswer, view: JobView, entries: Iterable[LogEntry]) -> Output:
+    """The answer of a job that has ended."""
     for entry in entries:
         answer.add(entry)
-    built = answer.build(view.num_prompt_tokens, view.num_output_tokens)
-    return {name: built[name] for name in _OF_ANSWERS if name in built}
+    return answer.build(view.num_prompt_tokens, view.num_output_tokens)
 
 
-_OF_ANSWERS = ("choices", "prompt_logprobs", "prompt_token_ids")
+_SHOWN = ("choices", "prompt_logprobs", "prompt_token_ids")  # of chats and completions
 _LEAST_BYTES = 8  # of a token with its log probability
 
 
@@ -128,16 +124,6 @@ def num_logprobs(entries: Iterable[LogEntry]) -> int:
     events = [entry.event for entry in entries]
     parts = [part for e in events for part in (e.deltas if isinstance(e, Tokens) else [e])]
     return sum(1 + len(i.top) for part in parts for i in getattr(part, "logprobs", None) or ())
-
-
-def answer_of(view: JobView, entries: Iterable[LogEntry], labels: Sequence[str]) -> Output:
-    """The whole answer of a call for vectors that has succeeded."""
-    answer = VectorAnswer(view.job, labels)
-    for entry in entries:
-        answer.add(entry)
-    built = answer.build(view.num_prompt_tokens)
-    # Parts of it are encoded already.
-    return {"result": msgspec.json.decode(msgspec.json.encode(built))}
 
 
 log = logging.getLogger("batchway.callbacks")
@@ -295,7 +281,8 @@ class Deliverer:
         if job.endpoint is not Endpoint.RESPONSES:
             if job.stored_prompt is not None and (job.return_token_ids or job.needs_tokenizer):
                 job = with_prompts(job, await self._object(job.stored_prompt.ref))
-            return await asyncio.to_thread(choices_of, view, job, entries, texts)
+            built = await asyncio.to_thread(whole, Answer(job, texts), view, entries)
+            return {name: built[name] for name in _SHOWN if name in built}
         request = job.response
         if job.stored_response is not None:
             request = await self._object(job.stored_response)
@@ -327,7 +314,9 @@ class Deliverer:
             return None
         card = await self._catalogue.model(view.job.model)
         labels = () if card is None or card.pooling is None else card.pooling.labels
-        return answer_of(view, entries, labels)
+        built = whole(VectorAnswer(view.job, labels), view, entries)
+        # Parts of it are encoded already.
+        return {"result": msgspec.json.decode(msgspec.json.encode(built))}
 
     async def _log(self, record: OutboxRecord) -> tuple[JobView, Sequence[LogEntry]] | None:
         """The job with its log; None if that is not stored as a whole. Raises PayloadError."""
@@ -340,10 +329,8 @@ class Deliverer:
             if found is None:
                 return None
             view, page = found
-            if view.result is not None and self._store is not None:
-                return view, decode_log(await asyncio.to_thread(self._store.get, view.result))
             if view.result is not None:
-                return None
+                return view, decode_log(await self._object(view.result))
             entries += page
             if view.ends_with(page):
                 break

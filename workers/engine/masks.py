@@ -19,10 +19,6 @@ class StepMasks:
         self._patience_s = patience_s
         self.late: set[Sequence] = set()  # those that the step lacked
 
-    def constrains(self, sequence: Sequence) -> bool:
-        """Whether there is a mask for it. Does not wait."""
-        return sequence in self._masks
-
     def of(self, sequences: Seq[Sequence]) -> tuple[list[int], np.ndarray]:
         """Waits for the masks. Returns which of `sequences` are constrained, as indices, and the
         tokens that each of those may not take: bool, shape (number of indices, vocab_size). Late

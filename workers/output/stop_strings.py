@@ -46,7 +46,7 @@ class StopStrings:
         self, stop: tuple[str, ...] = (), min_tokens: int = 0, *, shows_stop: bool = False
     ) -> None:
         self.is_on = True
-        self.is_stopped, self.found = False, ""
+        self.found = ""  # the stop string at which the text has ended
         self._shows_stop = shows_stop
         self._automaton = automaton(stop) if stop else None
         self._state = 0
@@ -59,7 +59,7 @@ class StopStrings:
         self._num_tokens += 1
 
     def push(self, piece: str) -> str:
-        """Returns the text that this releases. Sets `is_stopped` after a stop string, `found`."""
+        """Returns the text that this releases, up to a stop string, which is then `found`."""
         stops = self._automaton
         if self._num_tokens <= self._min_tokens or not self.is_on or stops is None:
             return piece
@@ -67,8 +67,7 @@ class StopStrings:
         for end, char in enumerate(piece, len(self._held) + 1):
             self._state = stops.after(self._state, char)
             if num := stops.num_found[self._state]:
-                self.is_stopped, self._held = True, ""
-                self.found = text[end - num : end]
+                self.found, self._held = text[end - num : end], ""
                 return text[: end if self._shows_stop else end - num]
         cut = len(text) - (0 if self._shows_stop else stops.num_begun[self._state])
         self._held = text[cut:]

@@ -6,7 +6,6 @@ job rebuilds the same state by replaying its log.
 Uses neither Redis nor the engine.
 """
 
-import os.path
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +16,10 @@ from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed, JobMark
-from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
+from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef, SamplingParams
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
+from contract.token_texts import NUM_CONTEXT_IDS, TextStream
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import MARKS, OutputParser
@@ -78,62 +78,39 @@ def _marks(special: dict[int, str], files: TokenizerFiles, calls: bool) -> set[i
     return {i for i, content in special.items() if any(content in each for each in literals)}
 
 
-# A token such as "▁world" decodes with its leading space only after other tokens.
-_NUM_CONTEXT_IDS = 6
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
 class ChoiceText:
     """The text of one choice. Holds back incomplete characters and possible starts of stop
-    strings. Tokens of `hidden_ids` have no text; by default, all special tokens.
-    """
+    strings. Tokens of `hidden_ids` have no text, by default all special ones, unless `params` show
+    them."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        stop: tuple[str, ...],
-        min_tokens: int,
+        params: SamplingParams,
         hidden_ids: Collection[int] | None = None,
-        *,
-        shows_stop: bool = False,
-        joins_special: bool = False,
     ) -> None:
-        """`shows_stop`: a stop string or token is part of the text. `joins_special`: an added token
-        after another has no space before it, as in vLLM."""
-        self._tokenizer = tokenizer
-        self._skips_special = hidden_ids is None
-        self._hidden_ids = hidden_ids or ()
-        context = [i for i in prompt_ids[-_NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
-        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skips_special)
-        # The prompt's end, if a character may be incomplete there: then the first piece repeats it.
-        text = tokenizer.decode(context, skip_special_tokens=self._skips_special)
-        self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
-        # Ids that do not form a whole character yet.
-        self._undecoded: list[int] = context if self._prompt_end else []
-        self.stops = StopStrings(stop, min_tokens, shows_stop=shows_stop)
-        self.shows_stop = shows_stop
-        added = tokenizer.get_added_tokens_decoder() if joins_special else {}
+        hides = params.skip_special_tokens
+        self._hidden_ids = hidden_ids if hides and hidden_ids else ()
+        context = [i for i in prompt_ids[-NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
+        skips = hides and hidden_ids is None
+        self._stream = TextStream(tokenizer, DecodeStream, context, skips_special=skips)
+        self.shows_stop = params.include_stop_str_in_output
+        self.stops = StopStrings(params.stop, params.min_tokens, shows_stop=self.shows_stop)
+        # As in vLLM an added token after another has no space before it, where none is wanted.
+        joins = not (hides or params.spaces_between_special_tokens)
+        added = tokenizer.get_added_tokens_decoder() if joins else {}
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._was_added = False
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.stops.is_stopped
-
     def push(self, token_id: int) -> str:
-        """Returns the text that this token releases. `is_stopped` after a stop string."""
-        assert not self.is_stopped
+        """Returns the text that this token releases."""
+        assert not self.stops.found
         self.stops.count()
         if token_id in self._hidden_ids:
             return ""
-        self._undecoded.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
-        if piece is None:
-            return ""
-        self._undecoded.clear()
-        piece = self._after_prompt(piece)
-        if self._added:
+        _, piece = self._stream.push(token_id)
+        if piece and self._added:
             content = self._added.get(token_id)
             piece = content if content is not None and self._was_added else piece
             self._was_added = content is not None
@@ -141,15 +118,7 @@ class ChoiceText:
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
-        self._undecoded.clear()
-        return self.stops.flush() + self._after_prompt(rest)
-
-    def _after_prompt(self, text: str) -> str:
-        """The first decoded text, without the prompt's."""
-        text = text[len(os.path.commonprefix([text, self._prompt_end])) :]
-        self._prompt_end = ""
-        return text
+        return self.stops.flush() + self._stream.end()
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
@@ -187,7 +156,7 @@ class Choice:
             self.end(finish_reason)
             return
         self._add_token(self.text.push(token_id))
-        if self.text.is_stopped:
+        if self.text.stops.found:
             self._finish(FinishReason.STOP)
         elif finish_reason is not None:
             self.end(finish_reason)
@@ -221,7 +190,7 @@ class Choice:
         self.finish_reason = finish_reason
         if self.parser is not None:
             self.new.extend(self.parser.finish())
-            if self.text.is_stopped:  # in what only the end has shown to be the answer
+            if self.text.stops.found:  # in what only the end has shown to be the answer
                 self.finish_reason = finish_reason = FinishReason.STOP
             if finish_reason is FinishReason.STOP and self.parser.num_calls:
                 self.finish_reason = FinishReason.TOOL_CALLS
@@ -308,22 +277,12 @@ class HeldJob:
     def _new_choice(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
     ) -> Choice:
-        params, hidden_ids = self.job.params, None
-        is_read = formats is not None and formats.reads(self.job)
-        if not params.skip_special_tokens:
-            hidden_ids = frozenset[int]()
-        elif formats is not None and is_read:
-            hidden_ids = formats.hidden_ids(self.job)
-        text = ChoiceText(
-            tokenizer,
-            prompt_ids,
-            params.stop,
-            params.min_tokens,
-            hidden_ids,
-            shows_stop=params.include_stop_str_in_output,
-            joins_special=not (params.skip_special_tokens or params.spaces_between_special_tokens),
-        )
-        if formats is None or not is_read:
+        if formats is not None and not formats.reads(self.job):
+            formats = None
+        hidden_ids = None if formats is None else formats.hidden_ids(self.job)
+        params = self.job.params
+        text = ChoiceText(tokenizer, prompt_ids, params, hidden_ids)
+        if formats is None:
             return Choice(text, None)
         parser = formats.parser(self.job, prompt_ids, text.stops)
         stop_token_ids = params.stop_token_ids if parser.may_reason else ()
