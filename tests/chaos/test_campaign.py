@@ -42,14 +42,18 @@ async def test_nothing_is_lost_and_nothing_is_repeated(num_faults: int) -> None:
     assert report.ledger.num_deliveries >= report.ledger.num_callbacks > 0
 
 
-@pytest.mark.parametrize("num_faults", [6, pytest.param(60, marks=pytest.mark.long)])
-async def test_messages_pages_and_later_jobs_outlive_gateways_and_workers(num_faults: int) -> None:
+@pytest.mark.parametrize(
+    ("num_faults", "gap_s"), [(6, 0.8), pytest.param(60, 2.0, marks=pytest.mark.long)]
+)
+async def test_messages_pages_and_later_jobs_outlive_gateways_and_workers(
+    num_faults: int, gap_s: float
+) -> None:
     """A message is asked for again with its key, a page goes on with its token at another gateway:
     each answer is whole, each token comes once, each key has one job, and none starts early."""
     options = CampaignOptions(
         num_faults,
         seed=12,
-        mean_gap_s=0.8,
+        mean_gap_s=gap_s,
         callers={Messenger: 8, Browser: 6, Submitter: 3},
         kinds=("gateway kill -9", "worker kill -9"),
         fleet=FleetOptions(num_gateways=3, num_callbacks=1, hash_model=SLOW),
