@@ -214,14 +214,23 @@ class Batches(Partition):
         return None if reply == [b"NOT_FOUND"] else reply == [b"OK"]
 
     async def take(
-        self, token: str, *, lease_s: float, in_progress: bool, max_batches: int, max_more: int = 0
+        self,
+        token: str,
+        *,
+        lease_s: float,
+        in_progress: bool,
+        max_batches: int,
+        max_more: int = 0,
+        last_ends_ms: Mapping[str, int] | None = None,
     ) -> list[str]:
         """Leases unfinished batches that no feeder holds: those in progress, or those in other
         states. Tenants with the fewest leased batches come first, of a tenant the batches whose
         window ends first. `max_more`: the number of batches
-        beyond `max_batches`, only of tenants without a leased batch."""
+        beyond `max_batches`, only of tenants without a leased batch. Also one beyond of a tenant of
+        `last_ends_ms`, if its window ends before."""
         terms = int(lease_s * 1000), int(in_progress), max_batches, max_more
-        reply = await self._call("batch_take", token, *terms)
+        ends = (each for pair in (last_ends_ms or {}).items() for each in pair)
+        reply = await self._call("batch_take", token, *terms, *ends)
         return [batch_id.decode() for batch_id in reply]
 
     async def are_fed(self) -> bool:

@@ -5,6 +5,7 @@
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states
 --       4 batches at most  5 more of them at most, of tenants of which none is held
+--       6 … tenants, each with a window's end (ms): one more at most, of such a tenant, that ends before
 -- reply list of batch ids; a repeated call has those of the call before
 local FED_MS = 3600000
 local MAX_LOOKS = 256
@@ -26,7 +27,8 @@ end
 
 local function batch_take(keys, argv)
   local tag, now = keys[1], now_ms()
-  local most, more = tonumber(argv[4]), tonumber(argv[5])
+  local most, more, last_ends = tonumber(argv[4]), tonumber(argv[5]), {}
+  for i = 6, #argv, 2 do last_ends[argv[i]] = tonumber(argv[i + 1]) end
   local told = tonumber(redis.call('GET', tag .. ':batches_fed') or 0) or 0
   if now - told > FED_MS / 2 then  -- not with each poll
     redis.call('SET', tag .. ':batches_fed', now, 'PX', FED_MS)
@@ -36,7 +38,7 @@ local function batch_take(keys, argv)
     redis.call('HSET', tag .. ':batch:' .. id, 'token', argv[1], 'lease', now + tonumber(argv[2]))
     table.insert(taken, id)
   end
-  if most + more == 0 then return taken end
+  if most + more == 0 and #argv == 5 then return taken end
   local num_open, last = redis.call('ZCARD', tag .. ':batches_open'), MAX_LOOKS - 1
   local drawn = tonumber(string.sub(server().sha1hex(argv[1]), 1, 8), 16)
   if num_open > MAX_LOOKS then last = drawn % (num_open + MAX_LOOKS - 1) end
@@ -59,8 +61,9 @@ local function batch_take(keys, argv)
   end
   in_turns(waiting, held)
   for _, batch in ipairs(waiting) do
-    if #taken >= most + (batch.turn == 0 and more or 0) then break end
-    take(batch.id)
+    local ends_before = batch.expires < (last_ends[batch.tenant] or 0)
+    local beyond = ends_before and 1 or batch.turn == 0 and more or 0
+    if #taken < most + beyond then take(batch.id) end
   end
   return taken
 end

@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import httpx
 import openai
@@ -45,12 +45,14 @@ def jsonl(lines: Sequence[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(each) + "\n" for each in lines).encode()
 
 
-async def start(client: AsyncOpenAI, content: bytes, url: Url = COMPLETIONS, **more: Any) -> Batch:
+async def start(
+    client: AsyncOpenAI, content: bytes, url: Url = COMPLETIONS, *, window: str = "24h", **more: Any
+) -> Batch:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id,
         endpoint=url,
-        completion_window="24h",
+        completion_window=cast(Any, window),  # OpenAI has one alone
         **more,
     )
 

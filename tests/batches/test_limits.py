@@ -1,6 +1,7 @@
 """The limits of a tenant: for the lines of a batch, and for batches themselves."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -9,7 +10,7 @@ import redis.asyncio
 from openai import AsyncOpenAI
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.batches import MAX_OPEN
+from contract.batches import MAX_OPEN, line_job_id
 from contract.keys import Keys
 from gateway.runners.batches.feeder import MAX_BATCHES
 from infra.embedded_redis import EmbeddedRedis
@@ -93,6 +94,45 @@ async def test_the_batches_of_one_tenant_do_not_keep_that_of_another_waiting(
     for client, batch in ((two, other), *((one, batch) for batch in batches)):
         assert (await ended(client, batch)).status == "completed"
     assert len(idle_worker.seen) == MAX_BATCHES + 1
+
+
+@pytest.mark.parametrize("order", ["4312765", "7654321", "1234567", "2467153"])
+async def test_of_a_tenant_those_batches_run_whose_windows_end_first(
+    client: AsyncOpenAI,
+    idle_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    order: str,
+) -> None:
+    """However they come: a later one makes way for them, and goes on when there is room. No line
+    runs twice."""
+    batches = {}
+    for hours in order:
+        batch = await start(client, jsonl([line(hours)]), window=f"{hours}h")
+        batches[hours] = await reached(client, batch, "in_progress")
+        first = sorted(batches)[:MAX_BATCHES]
+
+        async def run() -> bool:
+            """The first are held, and their lines are fed."""
+            now_s, _ = await redis_client.time()
+            held = set[str]()
+            for name, each in batches.items():
+                lease_ms: Any = await redis_client.hget(keys.of("batch", each.id), "lease")
+                is_fed = await redis_client.exists(keys.of("job", line_job_id(each.id, 1)))
+                held |= {name} if is_fed and int(lease_ms or 0) > now_s * 1000 else set()
+            return held == set(first)  # noqa: B023
+
+        await until(run)
+    seen = list[str]()
+    while len(seen) < len(batches):
+        claimed = await idle_worker.claim()
+        seen.append(job_text(claimed.job))
+        await idle_worker.run(claimed)
+    assert seen[:MAX_BATCHES] == first
+    assert sorted(seen) == sorted(order)
+    for batch in batches.values():
+        assert (await ended(client, batch)).status == "completed"
+    assert len(idle_worker.seen) == len(batches)
 
 
 async def test_a_batch_is_validated_and_cancelled_while_others_run(

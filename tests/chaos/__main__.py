@@ -10,11 +10,13 @@ from dataclasses import replace
 from tests.campaigns.command_line import parser_of, run
 from tests.chaos.campaign import (
     BATCH_CALLERS,
+    CALLERS,
     FEW_CALLERS,
     FLOW_CALLERS,
     CampaignOptions,
     run_campaign,
 )
+from tests.chaos.clients import Messenger
 from tests.chaos.faults import KINDS
 from tests.chaos.fleet import FleetOptions
 from tests.vllm_environment import interpreter
@@ -41,6 +43,9 @@ def main() -> int:
     if options.cluster:
         fleet = FleetOptions(num_workers=5, num_partitions=4, awaits=options.cluster == "awaited")
         campaign = replace(campaign, fleet=fleet)
+    if options.model == "demo":  # whose texts do not tell its tokens
+        others = {kind: num for kind, num in CALLERS.items() if kind is not Messenger}
+        campaign = replace(campaign, callers=others)
     if options.model == "vllm":  # whose next start needs the cores more than callers do
         campaign = replace(campaign, callers=FEW_CALLERS)
     if options.flows:  # each of which takes three times as long

@@ -71,7 +71,7 @@ class Client:
     async def run(self) -> None:
         while not self._callers.is_over.is_set():
             self._num_stories += 1
-            ask = self._callers.oracle.draw(self._rng)
+            ask = self.draw()
             story = self._ledger.open(
                 f"{self._name}-{self._num_stories}",
                 ask.expected,
@@ -85,6 +85,9 @@ class Client:
     patience_s = 240.0  # for one story, faults included; then it counts as lost
     may_cancel = False
     asks_for_ids = True  # of events: by a key
+
+    def draw(self) -> Ask:
+        return self._callers.oracle.draw(self._rng)
 
     async def live(self, story: Story, ask: Ask) -> None:
         """One request from its beginning to its end."""
@@ -129,21 +132,26 @@ class Client:
 
     # --- streams ------------------------------------------------------------------------------
 
-    async def _follow(self, story: Story, *, after: int = 0, hash_: str = "") -> bool:
-        """Reads a job's events after the given one; True at their end. Raises Broken, Gone."""
+    async def _follow(
+        self, story: Story, *, after: int = 0, hash_: str = "", token: str = ""
+    ) -> bool:
+        """Reads a job's events after the given one, by the token alone if there is one; True at
+        their end. Raises Broken, Gone."""
         position = f"{after}.{hash_}" if hash_ else str(after)
-        headers, path = {}, f"/v1/jobs/{story.job_id}/events"
+        headers, params = {}, {"token": token} if token else {}
         if self._rng.random() < 0.5:
             headers["last-event-id"] = position
         else:
-            path += f"?starting_after={position}"
-        return await self._stream(story, "GET", path, after=after, headers=headers)
+            params["starting_after"] = position
+        path = f"/v1/jobs/{story.job_id}/events"
+        return await self._stream(story, "GET", path, after=after, headers=headers, params=params)
 
     async def _stream(
         self, story: Story, method: str, path: str, *, after: int = 0, **options: Any
     ) -> bool:
         url = self._callers.url(self._rng) + path
-        options["headers"] = {**self._headers, **options.get("headers", {})}
+        key = {} if "token" in options.get("params", {}) else self._headers
+        options["headers"] = {**key, **options.get("headers", {})}
         try:
             async with self._callers.http.stream(method, url, **options) as response:
                 if response.status_code >= 400:
@@ -152,6 +160,7 @@ class Client:
                     return False  # 409: it was cancelled before
                 story.accepted(response.headers["x-job-id"])
                 story.connect(after)
+                self._ledger.counts[f"{self.kind} streams that went on"] += after > 0
                 return await self._receive_all(story, response)
         except httpx.HTTPError as exc:
             raise Broken(type(exc).__name__) from exc

@@ -17,10 +17,10 @@ from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle
 from tests.chaos.callers import Callers, Client
-from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.clients import Browser, Canceller, Leaver, Messenger, Streamer, Submitter
 from tests.chaos.deliveries import Delivery, check_deliveries
 from tests.chaos.faults import CLUSTER_KINDS, VLLM_KINDS, Injector
-from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
+from tests.chaos.fleet import Fleet, FleetOptions
 from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
@@ -41,6 +41,10 @@ _RETENTION_MS = 8 * 24 * 3600 * 1000  # longer than any job is kept
 _SWEEP_JOBS = 1000
 _MAX_SWEEPS = 50
 _NUM_QUESTIONS = 6  # of the demo model
+CALLERS: Mapping[type[Client], int] = {
+    **{Streamer: 6, Submitter: 3, Canceller: 2, Leaver: 1},
+    **{Messenger: 2, Browser: 2},
+}
 FEW_CALLERS: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
 FLOW_CALLERS: Mapping[type[Client], int] = {Streamer: 10, Submitter: 10, Canceller: 2, Leaver: 1}
 BATCH_CALLERS: Mapping[type[Client], int] = {Batcher: 1}
@@ -77,9 +81,7 @@ class CampaignOptions:
     model: str = "hash"  # or demo, or vllm: the demo model on vLLM
     fsync: Fsync = "always"
     mean_gap_s: float = 0.4  # between two faults
-    callers: Mapping[type[Client], int] = field(
-        default_factory=lambda: {Streamer: 6, Submitter: 3, Canceller: 2, Leaver: 1}
-    )
+    callers: Mapping[type[Client], int] = field(default_factory=lambda: CALLERS)
     keeps_logs: bool = False
     kinds: Sequence[str] = ()  # of faults; (): all
     mistake: Mistake = Mistake.NONE
@@ -156,7 +158,8 @@ def _receiver(options: CampaignOptions) -> Receiver:
 
 
 async def _oracle(options: CampaignOptions, fleet: Fleet, rng: random.Random) -> Oracle:
-    oracle: Oracle = FlowOracle(HASH_MODEL) if options.flows else HashOracle(HASH_MODEL)
+    hash_model = options.fleet.hash_model
+    oracle: Oracle = FlowOracle(hash_model) if options.flows else HashOracle(hash_model)
     if options.model != "hash":
         url = fleet.gateway_urls()[0]
         oracle = await DemoOracle.ask_undisturbed(url, rng, _NUM_QUESTIONS)
@@ -228,6 +231,7 @@ async def _reckon(
                 assert read is not None
                 view, entries = read
                 statuses[job_id] = view.status
+                ledger.check_start(job_id, view.claimed_ms)
                 ledger.check_log(job_id, view.status, entries)
         check_deliveries(ledger, statuses, _deliveries(receiver), num_forged=len(receiver.forged))
         _judge_differences(ledger, callers.oracle)

@@ -1,5 +1,5 @@
-"""Clients that do not give up: they stream and resume at any gateway, submit and repeat, cancel,
-and disconnect."""
+"""Clients that do not give up: they stream and resume at any gateway, ask again for a message,
+submit and repeat, follow by a token, cancel, and disconnect."""
 
 import asyncio
 import hashlib
@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from batchway_client.events import Event as Sse
 from batchway_client.jobs import TERMINAL
 from tests.callbacks.receiver import SECRET
 from tests.chaos.callers import Broken, Client, Gone
-from tests.chaos.ledger import Kind, Story
-from tests.chaos.oracles import Ask
+from tests.chaos.ledger import Event, Kind, Story
+from tests.chaos.oracles import Ask, HashOracle
+from tests.fakes import EOS_ID, encode_text
 
 
 class Streamer(Client):
@@ -46,10 +48,66 @@ class Streamer(Client):
                 headers={"idempotency-key": story.name},
             )
         self._ledger.counts["resumes"] += 1
-        if not story.events:
-            return await self._follow(story)
-        last = story.events[max(story.events)]
-        return await self._follow(story, after=last.number, hash_=last.hash)
+        return await self._follow(story, **_last(story))
+
+
+def _last(story: Story) -> dict[str, Any]:
+    """The last event that the client has, after which it goes on."""
+    if not story.events:
+        return {}
+    last = story.events[max(story.events)]
+    return {"after": last.number, "hash_": last.hash}
+
+
+class Messenger(Streamer):
+    """Asks for messages in Anthropic's form, two of three as streams. Its protocol resumes
+    nothing: after a failure the call is made again with the same key, which reads the answer from
+    its start, or from the last event, as clients of this server may."""
+
+    kind = "messenger"
+
+    def draw(self) -> Ask:
+        assert isinstance(self._callers.oracle, HashOracle)
+        return self._callers.oracle.draw_message(self._rng)
+
+    async def _once(self, story: Story, ask: Ask) -> bool:
+        headers = {"idempotency-key": story.name}
+        if self._num_stories % 3 == 0:
+            answer = await self._request("POST", ask.endpoint, json=ask.body, headers=headers)
+            message = answer.json()
+            story.accepted(answer.headers["x-job-id"])
+            for number, block in enumerate(message["content"], 1):
+                story.receive(Event(number, "", {0: encode_text(block["text"])}))
+            self._end(story, message["stop_reason"], message["usage"])
+            return True
+        after = 0
+        if story.events and self._rng.random() < 0.75:
+            last = story.events[max(story.events)]
+            after, headers["last-event-id"] = last.number, f"{last.number}.{last.hash}"
+        body = {**ask.body, "stream": True}
+        await self._stream(story, "POST", ask.endpoint, after=after, json=body, headers=headers)
+        return story.status is not None
+
+    def _receive(self, story: Story, sse: Sse) -> None:
+        match sse.type:
+            case "stream_reset":
+                story.reset()
+            case "error":
+                self._receive_error(story, sse.data["error"]["code"])
+            case "content_block_delta":
+                number, _, hash_ = (sse.id or "").partition(".")
+                token_ids = encode_text(sse.data["delta"]["text"])
+                story.receive(Event(int(number), hash_, {0: token_ids}))
+            case "message_delta":
+                self._end(story, sse.data["delta"]["stop_reason"], sse.data["usage"])
+
+    def _end(self, story: Story, stop_reason: str, usage: Mapping[str, int]) -> None:
+        """The message is whole: its text does not show the token that ended it."""
+        if stop_reason == "end_turn":
+            story.receive(Event(max(story.events, default=0) + 1, "", {0: (EOS_ID,)}))
+        if usage["output_tokens"] != len(story.expected[0]):
+            story.violate(Kind.WRONG, f"a message with {usage}")
+        story.ended("succeeded")
 
 
 class Submitter(Client):
@@ -62,9 +120,6 @@ class Submitter(Client):
         await self._submit(story, ask)
         job = await self._until_terminal(story, ask)
         story.ended(job["status"])
-        started, start_at = job["timings"]["started_at"], story.start_at or 0
-        if started is not None and started < start_at and not story.may_have_lost:
-            story.violate(Kind.EARLY, f"started {start_at - started} s before its start")
         if job["status"] == "succeeded":
             story.answered({c["index"]: c["token_ids"] for c in job["result"]["choices"]})
         await self._replay(story)
@@ -135,6 +190,34 @@ class Submitter(Client):
                 await self._again()
         if story.status != status and not story.may_have_lost:
             story.violate(Kind.DOUBLE_TERMINAL, f"{status}, and later {story.status}")
+
+
+class Browser(Submitter):
+    """Its backend submits a job and makes a token for it. The page follows by that token alone, at
+    another gateway after each failure, from its last event on as `EventSource` does."""
+
+    kind = "browser"
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        token = ""
+        while story.status is None:
+            try:
+                if story.job_id is None:
+                    await self._submit(story, ask)
+                    token = ""
+                token = token or await self._token(story)
+                await self._follow(story, token=token, **_last(story))
+            except Broken as exc:
+                self._ledger.counts[f"broken by {exc}"] += 1
+            except Gone:
+                story.vanished()
+            if story.status is None:
+                await self._again()
+        story.answered(story.output)
+
+    async def _token(self, story: Story) -> str:
+        answer = await self._request("POST", f"/v1/jobs/{story.job_id}/token")
+        return str(answer.json()["value"])
 
 
 class Canceller(Submitter):

@@ -40,6 +40,7 @@ class Injector:
     kinds: Sequence[str] = ()  # (): all that meet an engine of one process
 
     def __post_init__(self) -> None:
+        self._draws = random.Random(self.rng.random())  # the same ones, whenever they take effect
         self.counts: Counter[str] = Counter()
         self.is_over = False  # draws no more once it is set
         self.num_bytes_lost = 0  # in power cuts
@@ -63,7 +64,7 @@ class Injector:
 
     def _draw(self) -> str:
         names = list(self.kinds or (name for name in KINDS if name not in _ONLY_BY_NAME))
-        return self.rng.choices(names, [_KINDS[name][0] for name in names])[0]
+        return self._draws.choices(names, [_KINDS[name][0] for name in names])[0]
 
     def _begin(self, name: str) -> None:
         async def inflict() -> None:

@@ -5,6 +5,7 @@ one kind. Tokens are compared as ids; no text is kept. Callbacks are checked in
 tests/chaos/deliveries.py.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -294,6 +295,13 @@ class Ledger:
             if has_key[job_id]:
                 detail = "a job that no client was told of"
                 self.violations.append(Violation(Kind.DUPLICATED, job_id, detail))
+
+    def check_start(self, job_id: str, claimed_ms: int | None) -> None:
+        """When it was first claimed, by the clock of Redis."""
+        story = self.stories_by_job[job_id]
+        early_ms = (story.start_at or 0) * 1000 - (math.inf if claimed_ms is None else claimed_ms)
+        if early_ms > 0:
+            story.violate(Kind.EARLY, f"started {early_ms} ms before its start")
 
     def check_log(self, job_id: str, status: JobStatus, entries: Sequence[LogEntry]) -> None:
         """Compares the log in Redis with the expected output and with what clients received."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
 # Counting, the demo model is sure of every digit at any temperature, unless repeats are penalised.
 DOUBT = {"presence_penalty": 1.5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
 
@@ -110,6 +111,16 @@ class HashOracle:
             for choice in range(n)
         )
         return Ask(endpoint, body, expected)
+
+    def draw_message(self, rng: random.Random) -> Ask:
+        """In Anthropic's form, whose answers show no token ids: each token of these is a letter."""
+        text = f"{rng.randrange(10**6)} " * rng.randint(1, 6)
+        sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 26}
+        sampling["max_tokens"] = rng.randint(10, 90)
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **sampling}
+        prompt_ids = encode_text(f"user: {text}\nassistant: ")
+        expected = self._output(prompt_ids, SamplingParams(**sampling, seed=0), 0)
+        return Ask(MESSAGES, body, (tuple(expected),))
 
     def is_right(self, asked: Job | None, output: Output, *, is_whole: bool) -> bool:
         return False

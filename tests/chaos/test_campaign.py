@@ -3,18 +3,20 @@
 import pytest
 
 from tests.chaos.campaign import BATCH_CALLERS, FEW_CALLERS, CampaignOptions, run_campaign
-from tests.chaos.clients import Streamer
+from tests.chaos.clients import Browser, Messenger, Streamer, Submitter
 from tests.chaos.faults import ENGINE_CORE, FAILOVERS, REDIS_FAILOVER, VLLM_KINDS
 from tests.chaos.fleet import FleetOptions
 from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
 from tests.chaos.report import Report
+from tests.fakes import HashModelOptions
 from tests.vllm_environment import vllm_python
 
 # Longer than a story and the rest may take, 240 s each: then they are reported as lost. A campaign
 # that is ended from outside reports nothing.
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign, pytest.mark.timeout(900)]
 
+SLOW = HashModelOptions(num_blocks=256, step_s=0.05, eos_rate=0.005)  # whose answers take seconds
 SMALL = FleetOptions(num_workers=2, num_gateways=1, num_callbacks=1)
 
 
@@ -38,6 +40,30 @@ async def test_nothing_is_lost_and_nothing_is_repeated(num_faults: int) -> None:
     assert_clean(report)
     assert report.faults.total() >= num_faults
     assert report.ledger.num_deliveries >= report.ledger.num_callbacks > 0
+
+
+@pytest.mark.parametrize(
+    ("num_faults", "gap_s"), [(6, 0.8), pytest.param(60, 2.0, marks=pytest.mark.long)]
+)
+async def test_messages_pages_and_later_jobs_outlive_gateways_and_workers(
+    num_faults: int, gap_s: float
+) -> None:
+    """A message is asked for again with its key, a page goes on with its token at another gateway:
+    each answer is whole, each token comes once, each key has one job, and none starts early."""
+    options = CampaignOptions(
+        num_faults,
+        seed=12,
+        mean_gap_s=gap_s,
+        callers={Messenger: 8, Browser: 6, Submitter: 3},
+        kinds=("gateway kill -9", "worker kill -9"),
+        fleet=FleetOptions(num_gateways=3, num_callbacks=1, hash_model=SLOW),
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert all(report.faults[kind] > 1 for kind in options.kinds)
+    counts = report.ledger.counts
+    assert sum(counts[f"{kind.kind} streams that went on"] for kind in (Messenger, Browser)) > 0
+    assert any(story.start_at for story in report.ledger.stories)
 
 
 async def test_each_call_of_a_flow_runs_to_one_end() -> None:

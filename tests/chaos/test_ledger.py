@@ -107,6 +107,11 @@ def invent_a_job(story: Story) -> None:
     story.ledger.check_jobs({"job": True, "a stranger": True})
 
 
+def start_early(story: Story) -> None:
+    story.start_at = 1_700_000_000.5
+    story.ledger.check_start("job", 1_700_000_000_499)
+
+
 def never_end(story: Story) -> None:
     log = log_of((0, (1, 2)))[:-1]
     story.ledger.check_log("job", JobStatus.STREAMING, log)
@@ -188,6 +193,7 @@ FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
     (reset_for_nothing, Kind.LOST),
     (forget_the_job, Kind.LOST),
     (invent_a_job, Kind.DUPLICATED),
+    (start_early, Kind.EARLY),
     (never_end, Kind.LOST),
     (repeat_tokens_in_the_log, Kind.DUPLICATED),
     (leave_tokens_out_of_the_log, Kind.LOST),
@@ -226,6 +232,8 @@ def test_a_correct_story_has_no_violation() -> None:
         story.receive(event(number, *ids))
     story.ended("succeeded")
     story.answered(story.output)
+    story.start_at = 1_700_000_000.5
+    ledger.check_start("job", 1_700_000_000_500)
     ledger.check_jobs({"job": True, "of a caller that left before it heard": False})
     ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3,)), (3, (4,))))
     refused = Delivery("job", "job-1", "succeeded", False)

@@ -67,9 +67,12 @@ class FileCalls(Calls):
             said = str(self._world.told(self._world.batches.add(name, asked, **terms)))
         return said
 
-    def feed(self, token: int, most: int = 9, more: int = 0, *, runs: bool = False) -> list[str]:
-        """What a feeder takes."""
+    def feed(
+        self, token: int, most: int = 9, more: int = 0, *, runs: bool = False, **end_s: float
+    ) -> list[str]:
+        """What a feeder takes. `end_s`: by tenant."""
         terms: dict[str, Any] = {"max_batches": most, "max_more": more, "in_progress": runs}
+        terms["last_ends_ms"] = {tenant: round(end * 1000) for tenant, end in end_s.items()}
         return self._world.run(self._world.batches.take(str(token), lease_s=LEASE_S, **terms))
 
     def save(
@@ -254,6 +257,13 @@ of a tenant the one whose window ends first
   batch t4 window_s=1; feed 1 1 -> t4
   feed 2 1 -> u1
   feed 3 0 9 -> v1
+one beyond, that ends before another of its tenant
+  feed 1 0 t=1700000061 u=1700000064 -> -
+  feed 1 0 t=1700000061.001 u=1700000064 -> t1
+  feed 2 0 t=1700000070 u=1700000070 -> u1
+  feed 2 0 t=1700000070 -> u1
+  feed 3 0 1 t=1700000070 -> v1
+  feed 4 1 t=1700000070 -> t2 t3
 one whose record is gone: redis DEL batch:t1; unsound; feed 1; redis ZSCORE batches_open t1 -> None
 feeders are seen: feed 1; redis EXISTS batches_fed -> 1
 """)

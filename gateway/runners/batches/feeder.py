@@ -10,7 +10,9 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Mapping
 
+from contract.batches import Batch
 from contract.connection import end_tasks
 from contract.errors import BatchwayError
 from gateway.files import delete_objects
@@ -33,7 +35,7 @@ class Feeder:
         self._gateway = gateway
         self._shard = shard
         self._checking: set[asyncio.Task[None]] = set()
-        self._running: dict[asyncio.Task[None], str] = {}  # the tenants of batches in progress
+        self._running: dict[asyncio.Task[None], Batch] = {}  # in progress
 
     async def run(self) -> None:
         """Runs batches until cancelled, then gives its leases back."""
@@ -60,27 +62,39 @@ class Feeder:
             task.add_done_callback(self._checking.discard)
 
     async def _run_some(self) -> None:
-        """Runs batches. If all places are taken, one makes way for that of a tenant without any."""
-        room = MAX_BATCHES - len(self._running)
-        spare = self._spare() if room == 0 else None
+        """Runs batches. If all places are taken, one makes way for that of a tenant without any, or
+        for one of its tenant whose window ends before."""
+        room, last_ends_ms = MAX_BATCHES - len(self._running), dict[str, int]()
+        if room == 0:
+            by_end = sorted((each.expires_ms, each.tenant) for each in self._running.values())
+            last_ends_ms = {tenant: end_ms for end_ms, tenant in by_end}
         found = await self._taken(
-            in_progress=True, max_batches=max(room, 0), max_more=int(spare is not None)
+            in_progress=True,
+            max_batches=max(room, 0),
+            max_more=int(0 < len(last_ends_ms) < MAX_BATCHES),  # a tenant has several
+            last_ends_ms=last_ends_ms,
         )
         for leased in found:
+            if len(self._running) >= MAX_BATCHES:
+                self._make_way(leased.batch)
             task = asyncio.create_task(self._run(leased, runs_lines=True))
-            self._running[task] = leased.batch.tenant
+            self._running[task] = leased.batch
             task.add_done_callback(self._running.pop)
-        if spare is not None and found:
-            spare.cancel()
 
-    def _spare(self) -> asyncio.Task[None] | None:
-        """The youngest batch of the tenant with the most; None if no tenant has several."""
-        [(tenant, number)] = Counter(self._running.values()).most_common(1)
-        own = [task for task, each in self._running.items() if each == tenant]
-        return own[-1] if number > 1 else None
+    def _make_way(self, batch: Batch) -> None:
+        """Ends for now what ends last: of the batch's tenant, or of the one with the most."""
+        tenants = [each.tenant for each in self._running.values()]
+        tenant = batch.tenant if batch.tenant in tenants else Counter(tenants).most_common(1)[0][0]
+        own = {task: each for task, each in self._running.items() if each.tenant == tenant}
+        max(own, key=lambda task: own[task].expires_ms).cancel()
 
     async def _taken(
-        self, *, in_progress: bool, max_batches: int, max_more: int = 0
+        self,
+        *,
+        in_progress: bool,
+        max_batches: int,
+        max_more: int = 0,
+        last_ends_ms: Mapping[str, int] | None = None,
     ) -> list[LeasedBatch]:
         """Newly leased batches. Tells all gateways that there is a feeder, even with no room."""
         token, taken = secrets.token_hex(8), []
@@ -92,6 +106,7 @@ class Feeder:
             in_progress=in_progress,
             max_batches=max_batches,
             max_more=max_more,
+            last_ends_ms=last_ends_ms,
         )
         for batch_id in batch_ids:
             with contextlib.suppress(BatchwayError):  # its lease lapses
