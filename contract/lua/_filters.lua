@@ -1,6 +1,6 @@
 -- Which jobs a list or an operation means, and in which order they are read: the youngest first, of those
--- of one time the greatest id first; or, for a list, the reverse. A cursor {created, id} is a place in that order: behind this id or,
--- where it is '', behind all of that time.
+-- of one time the greatest id first; or, for a list, the reverse. A cursor {created, id} is a place in that
+-- order: behind this id or, where it is '', behind all of that time.
 -- requires shared
 
 -- Filters as `Wanted` of contract/function_types.py packs them; what is missing admits all.

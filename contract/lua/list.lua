@@ -1,4 +1,5 @@
--- list: the jobs of a tenant, or of all, or its stored chats, youngest or oldest first; reads a bounded number of records.
+-- list: the jobs of a tenant, or of all, or a tenant's stored chats, youngest or oldest first; reads a
+-- bounded number of records.
 -- KEYS  1 tag
 -- ARGV  1 tenant ('': all)  2 after this job ('': from the youngest), or `<created (ms)> <id>`: behind this
 --       place, which may be another partition's  3 jobs at most

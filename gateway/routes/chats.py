@@ -28,7 +28,7 @@ from gateway.state import Gateway, ThisGateway
 router = APIRouter(route_class=GuardedRoute, tags=["calls"], responses=answers(401, 403, 429))
 
 _ID = re.compile(r"chatcmpl-(\d{1,4}-[0-9a-f]{32})")
-_PAGE_BYTES = 2**22  # after which a page ends
+_PAGE_BYTES = 2**22  # of answers and requests, after which a page ends
 _METADATA = Depends(metadata_beside("after limit model order"))
 ChatId = Annotated[str, Path(json_schema_extra={"pattern": f"^{_ID.pattern}$"})]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -94,6 +94,8 @@ async def list_chats(
         with contextlib.suppress(UnknownJob, RecordUnreadable, PayloadLost):
             chats.append(msgspec.Raw(sse.encode_json(await _shown(gateway, view))))
             num_bytes += len(bytes(chats[-1]))
+        stored = view.job.stored_response
+        num_bytes += len(view.job.response) if stored is None else stored.num_bytes
     # If few chats match, the search may have ended after the last match.
     last = "chatcmpl-" + end.removeprefix("job-") if end else ids[-1] if ids else None
     head = {"object": "list", "first_id": ids[0] if ids else None, "last_id": last}
