@@ -382,6 +382,8 @@ one that was passed often holds up those behind it alone
   submit t9; claim tokens=50 -> -
   submit ta priority=-1; submit tb priority=1; claim tokens=50 -> ta
   claim tokens=110 -> t0 t9
+one of several choices goes first where one of them just fits
+  submit t1; submit t2 priority=-1 n=3 cost=33; claim tokens=11 jobs=1 -> t2
 the least and the greatest are told apart from those beside them, at any time
   submit t1 priority=524287; submit t2 priority=524286 deadline_s=99999999
   submit t3 priority=-524287; submit t4 priority=-524288 deadline_s=99999999
@@ -413,7 +415,7 @@ def test_every_place_counts_what_goes_before(world: World, seed: int) -> None:
     for number in range(60):
         match rng.choices(["come", "claim", "cancel"], [5, 3, 1])[0]:
             case "come":
-                priority, name = rng.choice([0, 0, -3, 7, 7, number]), f"t{number}"
+                priority, name = rng.choice([0, 0, -1, 1, 7, number]), f"t{number}"
                 world.submit(name, priority=priority)
                 waiting.append((priority, number, name))
                 waiting.sort()
