@@ -170,3 +170,4 @@ class FlowCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     needs_worker: bool = False  # no call waits for a worker if others can answer
     metadata: dict[str, str] = {}  # of the job
     tokens_per_min: int = 0  # the tenant's limit, to whose meter the calls add what they use
+    priority: int = 0  # of the job, and so of its calls

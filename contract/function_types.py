@@ -52,6 +52,7 @@ class Submission(msgspec.Struct, frozen=True):
     deadline_s: float  # from now, or from the start
     retention_s: float = field(name="ttl_s")
     start_at_s: float = field(default=0.0, name="start_s")  # Unix time; 0: at once
+    priority: int = 0  # in its tenant's queue, before the deadline: lower is earlier
     max_attempts: int = 3
     lane_bound_tokens: int = field(default=0, name="lane_tokens")  # waiting in it; 0: no bound
     lane_bound_s: float = field(default=0.0, name="lane_wait_s")  # predicted wait; 0: no bound
@@ -210,10 +211,12 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     created_after_ms: int = msgspec.field(default=0, name="since")
     created_before_ms: int = msgspec.field(default=0, name="before")  # 0: any
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
+    is_chats: bool = False  # of one tenant's list: stored chats alone
+    is_ascending: bool = False  # of one tenant's list: the oldest first
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """A page of a list, youngest job first. `position`: id after which the next page begins, empty
+    """A page of a list. `position`: id after which the next page begins, empty
     at the end. A page before the end may be short or empty.
     """
 

@@ -353,7 +353,7 @@ class Functions(Partition):
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
     ) -> JobPage | None:
-        """A tenant's jobs (without a tenant: all) after the job `after`, youngest first; None where
+        """A tenant's jobs (without a tenant: all) after the job `after`, in order; None where
         that job is not in the list. Reads at most `max_looks` records; omits unreadable ones.
         """
         views, packed = list[JobView](), encode(wanted)

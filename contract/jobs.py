@@ -15,6 +15,7 @@ from contract.flows import FlowCall
 
 _LOGPROB_BYTES = 18  # in msgpack: head, id below 2^32 and float64
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
+MAX_PRIORITY = 2**19 - 1  # above it, with a time it is no score that Redis holds exactly
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
 # Where a grammar is applied: arguments of llguidance's LLParserLimits. One grammar takes at most
@@ -226,9 +227,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     image_data: tuple[bytes, ...] = ()
     images: tuple[ObjectRef, ...] = ()
     num_image_tokens: int = 0  # that the engine adds to the prompt, which has a mark for each image
-    # Of /v1/responses: the request and its items, for the gateways, which alone decode it.
+    # Of /v1/responses: the request and its items, for the gateways, which alone decode it; of a
+    # chat that its caller stores: what they show of its request, as JSON.
     response: bytes = b""
     stored_response: ObjectRef | None = None  # then `response` is empty until fetched
+
+    @property
+    def is_stored_chat(self) -> bool:
+        return self.endpoint is Endpoint.CHAT and bool(self.response or self.stored_response)
 
     @property
     def named_model(self) -> str:
@@ -281,6 +287,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "logprob_bytes": logprob_bytes(params.logprobs),
             "prompt_logprob_bytes": num_prompt_tokens * logprob_bytes(params.prompt_logprobs),
             "is_stored": self.has_objects,
+            "is_chat": self.is_stored_chat,
+            "asked_model": self.asked_model,
             "part": part,
             "channel": self.channel,
         }

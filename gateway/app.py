@@ -24,6 +24,7 @@ from gateway.redis.shards import GatewayShard
 from gateway.routes import (
     batches,
     calls,
+    chats,
     dead_letters,
     files,
     health,
@@ -53,7 +54,7 @@ _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
 _MODULES = (
-    *(calls, responses, dead_letters, jobs, operations, lanes, objects),
+    *(calls, chats, responses, dead_letters, jobs, operations, lanes, objects),
     *(files, uploads, batches, models, tokenize, health),
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]

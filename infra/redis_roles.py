@@ -26,18 +26,18 @@ _SUBSCRIBES = "subscribe unsubscribe"
 _JOB_COMMANDS = (
     "del exists get hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx info persist "
     "pexpire publish sadd scard set smembers srem time unlink xack xadd xclaim xdel xgroup|create "
-    "xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore "
+    "xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrank zrem zremrangebyscore "
     "zrevrange zrevrank zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hlen hmget scard smembers time xrange zcard zcount zrange "
-    "zrangebyscore zrevrange zrevrank zscore"
+    "zrangebyscore zrank zrevrange zrevrank zscore"
 )
 
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
-    "ab ab_jobs active alone attended back corrections counters deadlines due early idle job jobs "
-    "kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
+    "ab ab_jobs active alone attended back chats corrections counters deadlines due early idle job "
+    "jobs kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
     "quarantine run runid stored tenant totals weights"
 )
 _FLEET_KEYS = "offers pool worker workers models model tokenizer"
@@ -111,11 +111,11 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} blmove blpop brpop del exists expire get getrange hdel "
             "hexists hget hgetall hincrby hincrbyfloat hlen hmget hset hsetnx info llen lmove "
             "lpop lpos lrange lrem persist pexpire rpush sadd scard set smembers srem time ttl "
-            "xadd xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore "
-            "zscore",
+            "xadd xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrank zrem "
+            "zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads=f"clock active counters job line log model paused pool run tenant weights "
-            f"workers {_PARTITION_KEYS}",
+            reads=f"clock active counters early job line log model paused pool run tenant "
+            f"weights workers {_PARTITION_KEYS}",
             other_keys="{rq}:*",
         ),
         "pool": RedisRole(

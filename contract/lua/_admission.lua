@@ -248,9 +248,11 @@ function admission.evaluate(tag, job, terms, now, room)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens', 'latest'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)
-  local share = queue.share_before(tag, tenant_stream(job), now + terms.deadline_ms, line.latest, line.jobs)
-  local ahead = admission.ahead(tag, job, pool, math.floor(line.jobs * share),
-    math.floor(line.tokens * share), 0)
+  local num_others, num_early = queue.count_before(tag, tenant_stream(job), terms.priority or 0,
+    now + terms.deadline_ms, line.latest, line.jobs)
+  local before = num_others + num_early
+  local ahead = admission.ahead(tag, job, pool, before,
+    math.floor(line.tokens * before / math.max(1, line.jobs)), 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
   if admission.is_below_share(pool, job, ahead, tenant.reserved + job.cost) then wait = 0 end
   local is_later = (terms.start_ms or 0) > now

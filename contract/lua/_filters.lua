@@ -1,6 +1,6 @@
 -- Which jobs a list or an operation means, and in which order they are read: the youngest first, of those
--- of one time the greatest id first. A cursor {created, id} is a place in that order: behind this id or,
--- where it is '', behind all of that time.
+-- of one time the greatest id first; or, for a list, the reverse. A cursor {created, id} is a place in that
+-- order: behind this id or, where it is '', behind all of that time.
 -- requires shared
 
 -- Filters as `Wanted` of contract/function_types.py packs them; what is missing admits all.
@@ -36,17 +36,21 @@ function filters.is_before(a, b)
 end
 
 -- Up to `most` ids of a sorted set behind a cursor (nil: from the first), {{id, created}, …}, and whether
--- there may be more.
-function filters.rows(key, cursor, most)
-  local rank = cursor and redis.call('ZREVRANK', key, cursor.id)
+-- there may be more. `is_ascending`: the oldest first.
+function filters.rows(key, cursor, most, is_ascending)
+  local rank = cursor and redis.call(is_ascending and 'ZRANK' or 'ZREVRANK', key, cursor.id)
   local from = cursor and string.format(cursor.id == '' and '%.0f' or '(%.0f', cursor.created)
-  local first = rank and rank + 1 or cursor and redis.call('ZCOUNT', key, from, '+inf') or 0
+  local first = rank and rank + 1 or cursor
+    and redis.call('ZCOUNT', key, is_ascending and '-inf' or from, is_ascending and from or '+inf') or 0
   local rows = {}
   while true do
-    local found = redis.call('ZREVRANGE', key, first, first + most - 1, 'WITHSCORES')
+    local found = redis.call(is_ascending and 'ZRANGE' or 'ZREVRANGE', key, first, first + most - 1,
+      'WITHSCORES')
     for i = 1, #found, 2 do
       local row = {id = found[i], created = tonumber(found[i + 1])}
-      if not cursor or filters.is_before(cursor, row) then table.insert(rows, row) end
+      local a, b = cursor, row
+      if is_ascending then a, b = row, cursor end
+      if not cursor or filters.is_before(a, b) then table.insert(rows, row) end
     end
     if #rows > 0 or #found < 2 * most then return rows, #found == 2 * most end
     first = first + most  -- all are of the cursor's time, but before it

@@ -36,22 +36,21 @@ function ledger.progress(tag, job, tokens)
 end
 
 -- Adds a job to (1) or removes it from (-1) its tenant's queue. Returns the jobs and tokens that will
--- have left it before a job that comes now.
+-- have left it before a job that comes now; those that are early are counted when it is asked.
 local function count_in_tenant_queue(tag, job, sign)
   local key, gains = ledger.tenant_queue_key(tag, job), {'jobs', sign, 'tokens', sign * job.cost,
     'left_jobs', 0, 'left_tokens', 0}
-  if sign < 0 then gains[6], gains[8] = 1, job.cost end
+  if sign < 0 and not queue.leave(tag, job) then gains[6], gains[8] = 1, job.cost end
   local jobs, tokens, left_jobs, left_tokens = unpack(add_to(key, gains))
-  local share = 1  -- of those in the queue, that go before the job
-  if sign > 0 then share = queue.arrive(tag, job, jobs - 1) else queue.leave(tag, job) end
+  local before = sign > 0 and queue.arrive(tag, job, jobs - 1) or 0
   if jobs == 0 then
     redis.call('DEL', key)
     fairness.deactivate(tag, job.model, job.lane, job.tenant)
   elseif jobs == 1 and sign > 0 then
     fairness.activate(tag, job.model, job.lane, job.tenant)
   end
-  return math.floor((jobs - sign) * share) + left_jobs,
-    math.floor((tokens - sign * job.cost) * share) + left_tokens
+  return before + left_jobs,
+    math.floor((tokens - job.cost) * before / math.max(1, jobs - 1)) + left_tokens
 end
 
 -- Whether a flow's job called this one, and has reserved its tokens.

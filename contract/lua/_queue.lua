@@ -19,11 +19,11 @@ function queue.last_delivered(key)
   return '0-0'
 end
 
--- A field of the record of a stream's first job that no worker has; nil: there is none.
-function queue.first_waiting(tag, key, field)
+-- A stream's first job that no worker has; nil: there is none.
+function queue.first_waiting(key)
   if redis.call('EXISTS', key) == 0 then return nil end
   local first = redis.call('XRANGE', key, '(' .. queue.last_delivered(key), '+', 'COUNT', 1)[1]
-  return first and redis.call('HGET', tag .. ':job:' .. first[2][2], field)
+  return first and first[2][2]
 end
 
 -- Iterates over at most so many entries of a stream behind an id. Reads the first one by itself, because
@@ -51,8 +51,8 @@ end
 
 -- The first waiting job of a stream with room for one of its choices (the others can wait in the
 -- engine): {key, entry, id, cost, choices, is_first}; nil; false: none waits there.
--- Adds ids of jobs that do not fit to `skipped`. The second result is true where one of them was
--- passed over MAX_PASSED times: no job may be claimed ahead of it.
+-- Adds ids of jobs that do not fit to `skipped`. The second result is one of them that was passed over
+-- MAX_PASSED times: no job behind it may be claimed.
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
 -- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
 -- where it met any, or only those that workers have, the search goes on behind its window.
@@ -87,7 +87,7 @@ function queue.find_fit(tag, key, room, skipped, fair, paused)
       elseif fair and room <= 0 then
         is_first = false
       else
-        if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
+        if tonumber(job[3] or 0) >= MAX_PASSED then return nil, id end
         table.insert(skipped, id)
         num_skipped, is_first = num_skipped + 1, false
         if num_skipped == MAX_SKIPPED then return nil end
@@ -115,14 +115,22 @@ function queue.first_of_tenants(tag, model, lane, paused, find)
   until #tenants < MAX_TENANTS
 end
 
--- A tenant's jobs of a lane go by the second of their deadline, then as they came. Its stream has them as
--- they came; those that go before one that was there are also in the sorted set `early`.
-local function early_key(tag, stream)
-  return tag .. ':early:' .. stream
+-- A tenant's jobs of a lane go by their places, then as they came: by priority, the lowest first, then by the
+-- second of their deadline. Its stream has them as they came; those with a priority, and those that go before
+-- one that was there, are also in the sorted set `early`, by place.
+local SECONDS = 2 ^ 34  -- until the year 2514; with a priority of 20 bits it makes a number that is exact
+
+local function place_at(priority, deadline)
+  return priority * SECONDS + math.min(math.floor(deadline / 1000), SECONDS - 1)
 end
 
-local function second(deadline)
-  return math.floor(deadline / 1000)
+local function place_of(tag, id)
+  local record = redis.call('HMGET', tag .. ':job:' .. id, 'priority', 'deadline')
+  return place_at(whole_number(record[1] or 0) or 0, whole_number(record[2] or 0) or 0)
+end
+
+local function early_key(tag, stream)
+  return tag .. ':early:' .. stream
 end
 
 local function arrival(job)
@@ -130,47 +138,56 @@ local function arrival(job)
   return string.format('%015d-%09d %s', ms, number, job.id)
 end
 
--- The share of a stream's waiting jobs that go before one with this deadline: 1 where the first of them
--- does, as only those that are early are in order. `latest`: second of the last deadline among them.
-function queue.share_before(tag, stream, deadline, latest, num_jobs)
-  if num_jobs == 0 or second(deadline) >= latest then return 1 end
-  local first = whole_number(queue.first_waiting(tag, tag .. ':' .. stream, 'deadline') or 0) or 0
-  if second(first) <= second(deadline) then return 1 end
-  return redis.call('ZCOUNT', early_key(tag, stream), '-inf', second(deadline)) / num_jobs
+-- How many of a stream's waiting jobs go before a new one: of those that are not early, where the first of
+-- them does all, and of those that are. `latest`: the last place among them.
+function queue.count_before(tag, stream, priority, deadline, latest, num_jobs)
+  local place, early = place_at(priority, deadline), early_key(tag, stream)
+  local num_early = redis.call('ZCARD', early)
+  local num_others = math.max(0, num_jobs - num_early)
+  if place >= latest then return num_others, num_early end
+  local first = priority == 0 and queue.first_waiting(tag .. ':' .. stream)
+  local is_behind = priority > 0 or first and place_of(tag, first) <= place
+  return is_behind and num_others or 0, redis.call('ZCOUNT', early, '-inf', place)
 end
 
--- Notes a job that comes to its tenant's queue, which had so many. Returns the share that goes before it.
+-- How many early jobs go before a waiting one.
+function queue.count_early(tag, job)
+  local early = early_key(tag, job.stream)
+  local place = string.format('(%.0f', place_at(job.priority, job.deadline))
+  return redis.call('ZRANK', early, arrival(job)) or redis.call('ZCOUNT', early, '-inf', place)
+end
+
+-- Notes a job that comes to its tenant's queue, which had so many. Returns how many go before it that are
+-- not early.
 function queue.arrive(tag, job, num_jobs)
-  local line = ledger.tenant_queue_key(tag, job)
+  local line, place = ledger.tenant_queue_key(tag, job), place_at(job.priority, job.deadline)
   local latest = whole_number(redis.call('HGET', line, 'latest') or 0) or 0
-  local share = queue.share_before(tag, job.stream, job.deadline, latest, num_jobs)
-  if second(job.deadline) >= latest then
-    redis.call('HSET', line, 'latest', second(job.deadline))
-  else
-    redis.call('ZADD', early_key(tag, job.stream), second(job.deadline), arrival(job))
+  local num_before = queue.count_before(tag, job.stream, job.priority, job.deadline, latest, num_jobs)
+  if place >= latest then redis.call('HSET', line, 'latest', place) end
+  if place < latest or job.priority ~= 0 then
+    redis.call('ZADD', early_key(tag, job.stream), place, arrival(job))
   end
-  return share
+  return num_before
 end
 
+-- Whether the job was early.
 function queue.leave(tag, job)
-  redis.call('ZREM', early_key(tag, job.stream), arrival(job))
+  return redis.call('ZREM', early_key(tag, job.stream), arrival(job)) == 1
 end
 
--- The first of a stream's jobs that are early and fit, as find_fit, with its deadline.
+-- The first of a stream's jobs that are early and fit, as find_fit.
 local function find_early(tag, key, room, skipped)
   local early = early_key(tag, string.sub(key, #tag + 2))
   for i, member in ipairs(redis.call('ZRANGE', early, 0, MAX_SKIPPED - 1)) do
     local id = string.match(member, '%S+$')
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices', 'cost',
-      'deadline')
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices', 'cost')
     local choices, cost = math.max(1, whole_number(job[4] or 1) or 1), whole_number(job[5])
     if job[1] ~= 'queued' or not job[2] or not cost then
       redis.call('ZREM', early, member)
     elseif cost / choices <= room then
-      return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false,
-        deadline = whole_number(job[6]) or 0}
+      return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false}
     elseif tonumber(job[3] or 0) >= MAX_PASSED then
-      return nil, true
+      return nil, id
     else
       table.insert(skipped, id)
       if i == MAX_SKIPPED then return nil end
@@ -179,17 +196,18 @@ local function find_early(tag, key, room, skipped)
   return false
 end
 
--- The first of a stream's jobs by deadline that fits, as find_fit.
-local function find_by_deadline(tag, key, room, skipped)
+-- The first of a stream's jobs by place that fits, as find_fit.
+local function find_by_place(tag, key, room, skipped)
   local passed = {}
   local early, is_blocked = find_early(tag, key, room, skipped)
   if early == nil then return nil, is_blocked end
   local found, is_blocked = queue.find_fit(tag, key, room, early and passed or skipped)
-  if not early or is_blocked then return found, is_blocked end
+  if not early then return found, is_blocked end
+  local limit = place_of(tag, early.id)
   local function goes_first(id)
-    local deadline = whole_number(redis.call('HGET', tag .. ':job:' .. id, 'deadline') or 0) or 0
-    return second(deadline) <= second(early.deadline)
+    return place_of(tag, id) <= limit
   end
+  if is_blocked and goes_first(is_blocked) then return nil, is_blocked end
   for _, id in ipairs(passed) do
     if goes_first(id) then table.insert(skipped, id) end
   end
@@ -200,7 +218,7 @@ end
 function queue.next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   local stream, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
   for _, stream_end in ipairs(searched) do
-    local found, is_blocked = find_by_deadline(tag, stream .. stream_end, room, skipped)
+    local found, is_blocked = find_by_place(tag, stream .. stream_end, room, skipped)
     if found or is_blocked then return found, is_blocked end
     if found == nil then nothing = nil end
   end

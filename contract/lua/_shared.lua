@@ -63,7 +63,7 @@ local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'start', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes',
+  'callback_every', 'created', 'start', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes', 'priority',
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
@@ -239,6 +239,7 @@ end
 local function forget(tag, id, tenant, has_objects, entry)
   redis.call('UNLINK', tag .. ':job:' .. id, tag .. ':log:' .. id)  -- not here: a log may be long
   for _, name in ipairs({tenant, ''}) do redis.call('ZREM', tag .. ':jobs:' .. name, id) end
+  redis.call('ZREM', tag .. ':chats:' .. tenant, id)
   redis.call('ZREM', tag .. ':kept', entry)
   ledger.unstore(tag, id)
   if has_objects then redis.call('SADD', tag .. ':orphaned', id) end

@@ -14,10 +14,12 @@ local function queue_position(tag, id, key)
   if job.state ~= 'queued' or not ledger.is_in_tenant_queue(job) then return {} end
   local pool = pools.find(tag, job.model, now_ms())
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
-  local line = numbers(ledger.tenant_queue_key(tag, job), {'left_jobs', 'left_tokens'})
+  local line = numbers(ledger.tenant_queue_key(tag, job), {'left_jobs', 'left_tokens', 'jobs', 'tokens'})
+  local num_early = queue.count_early(tag, job)
+  local early_tokens = math.floor(num_early * (line.tokens - job.cost) / math.max(1, line.jobs - 1))
   job.weight = fairness.weight(tag, job.tenant)
-  local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),
-    math.max(0, mark.turn_tokens - line.left_tokens), 1)
+  local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs) + num_early,
+    math.max(0, mark.turn_tokens - line.left_tokens) + early_tokens, 1)
   local reserved = numbers(tag .. ':tenant:' .. job.tenant, {'reserved'}).reserved
   local wait = admission.is_below_share(pool, job, ahead, reserved) and 0
     or admission.wait_ms(pool, ahead, job.cost, mark.cold_ms)

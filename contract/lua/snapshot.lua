@@ -11,7 +11,8 @@
 local MAX_LINES = 40  -- tenants whose queues are read, over all lanes
 
 local function first_created(tag, key)
-  return tonumber(queue.first_waiting(tag, key, 'created') or nil)
+  local id = queue.first_waiting(key)
+  return id and tonumber(redis.call('HGET', tag .. ':job:' .. id, 'created') or nil)
 end
 
 local function oldest_wait(tag, model, lane, num_lanes, now)

@@ -5,6 +5,9 @@
 --       expected_tokens (what the caller expects of them; absent, 0: nothing),
 --       is_steered (the caller named what may end the output; absent: no),
 --       start_ms (Unix time of the Redis clock before which it does not start; absent, 0: none),
+--       asked_model (the route that chose the model; absent, '': none),
+--       is_chat (a chat that its caller stores; absent: no),
+--       priority (within its tenant's queue: lower is earlier, -2^19 to 2^19 - 1; absent: 0),
 --       deadline_ms (from now, or from start_ms), ttl_ms (retention), max_attempts, version (of the wire),
 --       attendance_ms (cancelled after this long without a caller; 0: never),
 --       idem_key ('': none), idem_ttl_ms, body_hash,
@@ -53,7 +56,7 @@ end
 
 local function accept(tag, job, terms, argv, found, now)
   local deadline = math.max(now, job.start) + terms.deadline_ms
-  job.deadline = deadline
+  job.deadline, job.priority = deadline, terms.priority or 0
   job.arm = ab.assign(tag, job.model, job.id, now)
   local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
@@ -67,6 +70,7 @@ local function accept(tag, job, terms, argv, found, now)
     'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed,
     'token_bytes', job.token_bytes}
   if job.start > now then redis.call('HSET', job.key, 'start', job.start) end
+  if job.priority ~= 0 then redis.call('HSET', job.key, 'priority', job.priority) end
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
@@ -74,6 +78,7 @@ local function accept(tag, job, terms, argv, found, now)
     redis.call('HSET', job.key, 'batch_price', terms.batch_price)
   end
   if (terms.channel or '') ~= '' then redis.call('HSET', job.key, 'channel', terms.channel) end
+  if (terms.asked_model or '') ~= '' then redis.call('HSET', job.key, 'asked_model', terms.asked_model) end
   if job.arm ~= '' then redis.call('HSET', job.key, 'arm', job.arm) end
   if terms.callback_to ~= '' then
     redis.call('HSET', job.key, 'callback', argv[8], 'callback_to', terms.callback_to,
@@ -81,6 +86,7 @@ local function accept(tag, job, terms, argv, found, now)
       'callback_every', terms.callback_every)
   end
   for _, name in ipairs({job.tenant, ''}) do redis.call('ZADD', tag .. ':jobs:' .. name, now, job.id) end
+  if terms.is_chat then redis.call('ZADD', tag .. ':chats:' .. job.tenant, now, job.id) end
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
   if terms.attendance_ms > 0 then
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.http.errors import invalid_value
+
 EndpointPath = Literal[
     "/v1/chat/completions",
     "/v1/completions",
@@ -106,6 +108,18 @@ class ChatCompletion(Shown):
     usage: ChatUsage
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class StoredChat(ChatCompletion):
+    """With what its request asked for."""
+
+    metadata: dict[str, str]
+
+
+class DeletedChat(BaseModel):
+    id: str
+    object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
+    deleted: Literal[True] = True
 
 
 class TextLogprobs(Shown):
@@ -282,8 +296,21 @@ class Page(BaseModel):
         return cls(data=list(page), first_id=first, last_id=last, has_more=len(found) > limit)
 
 
+class ChatList(Page):
+    data: list[StoredChat]
+
+
 class ItemList(Page):
     data: list[dict[str, Any]]
+
+    @classmethod
+    def ordered(cls, items: list[Any], order: str, after: str | None, limit: int) -> Self:
+        """A page of items, which come with `asc` as they are. Raises ApiError."""
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise invalid_value("after", "after is the id of none of these items")
+        return cls.of(items[0 if after is None else ids.index(after) + 1 :], limit)
 
 
 class MessageObject(Shown):

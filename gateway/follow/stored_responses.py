@@ -8,7 +8,7 @@ from contract.answers import response_logprobs
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.function_types import JobView
-from contract.jobs import Job
+from contract.jobs import Endpoint, Job
 from contract.response_events import STATUSES, ResponseEvents, ResponseRecord, decode_record
 from gateway.http.errors import ApiError, UnknownJob, not_found
 from gateway.state import Gateway
@@ -55,8 +55,9 @@ async def read_response(
 
 async def record_of_job(gateway: Gateway, job: Job) -> ResponseRecord | None:
     """The request that the job answers; None for jobs of other endpoints. Raises PayloadError."""
-    raw = await gateway.broker.payloads.response(job)
-    return decode_record(raw) if raw else None
+    if job.endpoint is not Endpoint.RESPONSES:
+        return None
+    return decode_record(await gateway.broker.payloads.response(job))
 
 
 async def replay(gateway: Gateway, view: JobView, add: Callable[[LogEntry], object]) -> None:

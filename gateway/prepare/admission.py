@@ -80,14 +80,16 @@ class Caller(msgspec.Struct, frozen=True):
         )
 
     def call_submission(
-        self, settings: GatewaySettings, *, may_become_job: bool, **terms: Any
+        self, settings: GatewaySettings, body: object, *, may_become_job: bool, **terms: Any
     ) -> Submission:
         """The terms of a call, or of a job if the caller accepts that the call becomes one: then it
-        can also wait for a worker."""
+        can also wait for a worker. An answer that is stored is kept as a job's."""
         if may_become_job:
             deadline_s, retention_s = settings.job_deadline_s, self.job_retention_s(settings)
         else:
             deadline_s, retention_s = settings.sync_deadline_s, self.sync_retention_s(settings)
+        if isinstance(body, ChatBody) and body.store:
+            retention_s = self.job_retention_s(settings)
         return self.submission(
             deadline_s=deadline_s,
             retention_s=retention_s,

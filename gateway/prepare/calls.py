@@ -22,7 +22,7 @@ from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deciding_cards
 from gateway.prepare.generation import prepare_generation
 from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.schemas import ChatBody, CompletionBody
+from gateway.prepare.schemas import SHOWN, ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields
 from gateway.prepare.vectors import prepare_vectors
 from gateway.redis.broker import Broker
@@ -47,6 +47,13 @@ async def prepare_call(
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
     known = gateway.broker.known
     job = replace(job, model=await known.named(job.model))
+    if isinstance(body, ChatBody) and body.store:
+        kept = body.model_dump_json(include=SHOWN, by_alias=True, exclude_unset=True)
+        metadata = {**(body.metadata or {}), **submission.metadata}
+        submission = replace(submission, metadata=metadata)
+        job = replace(job, response=kept.encode())
+    if body.priority is not None:
+        submission = replace(submission, priority=body.priority)
     card = (await known.models()).get(job.model)
     if card is None:
         raise await unknown_model_error(gateway.broker, job.model, job.tenant)
@@ -150,9 +157,10 @@ def admit(
         max_stored_bytes=max_stored_bytes,
         max_tenant_stored_bytes=max_tenant_stored_bytes,
         cold_start_s=settings.cold_start_s,
-        # A response is read again; so may be an answer whose caller has a key to return with.
+        # What is stored is read again; so may be an answer whose caller has a key to return with.
         is_ephemeral=submission.needs_worker
         and not submission.idempotency_key
+        and not job.response
         and job.endpoint is not Endpoint.RESPONSES,
     )
 

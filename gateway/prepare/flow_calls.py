@@ -165,11 +165,12 @@ async def as_flow(
     definition = card.flow.definition
     call = FlowCall(
         flow=card.flow,
-        body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
+        body=body.model_dump_json(exclude_unset=True, by_alias=True, exclude={"store"}).encode(),
         retention_s=submission.retention_s,
         needs_worker=submission.needs_worker,
         metadata=_metadata(body, submission),
         tokens_per_min=submission.limits.tokens_per_min,
+        priority=submission.priority,
     )
     own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
     reservation = Reservation(gateway, await gateway.broker.known.models(), call.body)

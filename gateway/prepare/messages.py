@@ -199,7 +199,7 @@ class PromptBody(CallFields):
         """The same call as a chat. Raises ApiError."""
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
-        fields["messages"] = self._chat_messages()
+        fields |= {"messages": self._chat_messages(), "priority": self.priority}
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
         fields["reasoning_effort"] = config.effort

@@ -469,6 +469,7 @@ class InputTokensBody(ResponseBody):
 _SHARED = (
     "model",
     "service_tier",
+    "priority",
     "on_disconnect",
     *Templated.model_fields,
     *Sampled.model_fields,

@@ -693,6 +693,8 @@ class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
     unasked = _OF_CHATS
+    # Metadata of a stored chat is kept and shown.
+    ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
     messages: Annotated[
         list[Message],
@@ -708,6 +710,8 @@ class ChatBody(WithTools, _SamplingBody):
     )
     logprobs: bool | None = Field(None, description="of the output's tokens; default: false")
     top_logprobs: TopLogprobs = Field(None, description="alternatives per token; needs `logprobs`")
+    store: bool | None = Field(None, description="true: the answer can be read again, and listed")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="with `store`: shown")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -715,6 +719,9 @@ class ChatBody(WithTools, _SamplingBody):
             raise refusal("needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise refusal("excludes add_generation_prompt", "continue_final_message")
+        known = self.metadata.items() if self.store and self.metadata else ()
+        if any(not 1 <= len(name) <= 64 or len(value) > 512 for name, value in known):
+            raise refusal("names have 1 to 64 characters, values up to 512", "metadata")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise refusal("differs from max_completion_tokens: give one", "max_tokens")
@@ -723,6 +730,14 @@ class ChatBody(WithTools, _SamplingBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def left_out(self) -> list[str]:
+        return [] if self.store or self.metadata is None else ["metadata"]
+
+
+# What a stored chat shows of its request.
+SHOWN = {"messages", "tools", "tool_choice", "response_format", "service_tier", "user", "seed"}
+SHOWN |= {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
 
 
 class CompletionBody(_SamplingBody):

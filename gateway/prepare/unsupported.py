@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from contract.jobs import MAX_PRIORITY
 from gateway.http.errors import UNKNOWN, similar_name
 from gateway.http.errors import UNSUPPORTED as CODE
 
@@ -83,7 +84,7 @@ IGNORED = _names(
     "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent",
     "extra_headers extra_key extra_query guided_decoding_backend id_slot keep_alive",
     "litellm_call_id litellm_metadata litellm_session_id litellm_trace_id mirostat_eta",
-    "mirostat_tau n_cache_reuse prediction priority prompt_cache_options provider repeat_last_n",
+    "mirostat_tau n_cache_reuse prediction prompt_cache_options provider repeat_last_n",
     "request_id rid run_id session_id span_id store stream_interval tags thread_id timeout",
     "timings_per_token trace_id ttl turn_id usage xtc_threshold",
 )
@@ -271,6 +272,9 @@ class CallFields(StrictModel):
     )
     on_disconnect: Literal["cancel", "continue"] | None = Field(
         None, description="the job; default: `cancel`, of calls with `Idempotency-Key` `continue`"
+    )
+    priority: int | None = Field(
+        None, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY, description="lower is earlier; default: 0"
     )
     user: str | None = Field(None, max_length=512, description="checked, ignored")
     safety_identifier: str | None = Field(None, max_length=512, description="checked, ignored")

@@ -128,7 +128,7 @@ class Payloads:
         return replace(job, image_data=tuple(data), images=())
 
     async def response(self, job: Job) -> bytes:
-        """Returns what /v1/responses keeps of the job's request; empty for other jobs."""
+        """Returns what is kept of the request of a response or a stored chat; else nothing."""
         if job.stored_response is None or job.response:
             return job.response
         return await asyncio.to_thread(self._known().get, job.stored_response)
@@ -343,7 +343,7 @@ class Broker:
         return await self._on_job(job_id, lambda shard: shard.functions.cancel(job_id, tenant))
 
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
-        """A tenant's jobs after the job `after`, youngest first; perhaps fewer than `max_jobs`.
+        """A tenant's jobs after the job `after`, in order; perhaps fewer than `max_jobs`.
         Raises UnknownJob if `after` is not in the list."""
         shards = await self.shards.of_list(tenant)
         if after and (await self.shards.of(after)) not in shards:

@@ -170,6 +170,7 @@ async def answer_call(
     job = caller.job(endpoint, body)
     submission = caller.call_submission(
         settings,
+        body,
         may_become_job=limit.may_become_job,
         attendance_s=settings.attendance_s if is_attended else 0.0,
         idempotency_key=call.key,
@@ -279,7 +280,7 @@ async def create_message(call: AskedCall, caller: Inference, body: MessagesBody)
 async def count_tokens(caller: Inference, gateway: ThisGateway, body: PromptBody) -> MessageTokens:
     """The tokens that the model would be given, without a call of it; where they are more than its
     context, at least so many."""
-    submission = caller.call_submission(gateway.settings, may_become_job=False)
+    submission = caller.call_submission(gateway.settings, body, may_become_job=False)
     try:
         job = caller.job(Endpoint.CHAT, body)
         job, _ = await prepare_any_call(gateway, body, job, submission)

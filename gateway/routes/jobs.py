@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Request
@@ -77,8 +77,7 @@ AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
 _MAX_FILTERS = 16  # as many as a job has metadata
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
-_PARAMETERS = {"status", "lane", "model", "error_code", "created_after", "created_before", "tenant"}
-_PARAMETERS |= {"limit", "after"}
+_PARAMETERS = "status lane model error_code created_after created_before tenant limit after"
 _METADATA_PARAMETER = {
     "name": "metadata",
     "in": "query",
@@ -88,6 +87,7 @@ _METADATA_PARAMETER = {
     "style": "deepObject",
     "explode": True,
 }
+METADATA_QUERY = {"parameters": [_METADATA_PARAMETER]}
 
 
 Whose = Annotated[
@@ -299,29 +299,34 @@ class DeletedJob(BaseModel):
     deleted: Literal[True] = True
 
 
-async def metadata_of(request: Request) -> dict[str, str]:
-    """The metadata filters of the query. Raises ApiError for an unknown or repeated parameter, and
-    for more filters than a job has metadata."""
-    seen = set[str]()
-    metadata: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name in seen:
-            raise invalid_value(name[:80], f"{name[:80]} appears twice")
-        seen.add(name)
-        if match := _METADATA.fullmatch(name):
-            metadata[match[1]] = value
-            if len(metadata) > _MAX_FILTERS:
-                raise invalid_value("metadata", f"metadata: at most {_MAX_FILTERS} filters")
-        elif name not in _PARAMETERS:
-            raise bad_request("unknown_parameter", f"unknown parameter: {name[:80]}", name[:80])
-    return metadata
+def metadata_beside(parameters: str) -> Callable[[Request], Awaitable[dict[str, str]]]:
+    """Reads the metadata filters of a query, which has only these parameters beside them."""
+
+    async def metadata_of(request: Request) -> dict[str, str]:
+        """Raises ApiError for an unknown or repeated parameter, and for more filters than a job has
+        metadata."""
+        seen = set[str]()
+        metadata: dict[str, str] = {}
+        for name, value in request.query_params.multi_items():
+            if name in seen:
+                raise invalid_value(name[:80], f"{name[:80]} appears twice")
+            seen.add(name)
+            if match := _METADATA.fullmatch(name):
+                metadata[match[1]] = value
+                if len(metadata) > _MAX_FILTERS:
+                    raise invalid_value("metadata", f"metadata: at most {_MAX_FILTERS} filters")
+            elif name not in parameters.split():
+                raise bad_request("unknown_parameter", f"unknown parameter: {name[:80]}", name[:80])
+        return metadata
+
+    return metadata_of
 
 
-@router.get("/v1/jobs", openapi_extra={"parameters": [_METADATA_PARAMETER]})
+@router.get("/v1/jobs", openapi_extra=METADATA_QUERY)
 async def list_jobs(
     caller: JobsReader,
     gateway: ThisGateway,
-    metadata: Annotated[dict[str, str], Depends(metadata_of)],
+    metadata: Annotated[dict[str, str], Depends(metadata_beside(_PARAMETERS))],
     status: Annotated[JobState | None, Query()] = None,
     lane: str = "",
     model: str = "",

@@ -231,10 +231,4 @@ async def list_input_items(
 ) -> ItemList:
     """The items that the model was given, also those of earlier responses."""
     _, record = await read_response(gateway, response_id, caller.tenant)
-    items = record.items if order == "asc" else record.items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid_value("after", "after is not the id of an item of this response")
-        items = items[ids.index(after) + 1 :]
-    return ItemList.of(items, limit)
+    return ItemList.ordered(record.items, order, after, limit)

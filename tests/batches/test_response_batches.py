@@ -217,3 +217,20 @@ async def test_lines_that_refer_to_one_response_count_each(
     assert ids(refused) == ["id-3", "id-4", "id-5"]
     assert {each["response"]["status_code"] for each in refused} == {413}
     assert max(len(job.response) for job in worker.seen) < 262_144
+
+
+async def test_a_chat_of_a_line_is_stored_if_it_asks_for_it(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """With the line's answer and metadata; of other lines nothing is left to be listed."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "metadata": {"a": "b"}}
+    url: Url = "/v1/chat/completions"
+    asked = [
+        {"custom_id": str(kept), "method": "POST", "url": url, "body": body | {"store": kept}}
+        for kept in (True, False)
+    ]
+    batch = await ended(client, await start(client, jsonl(asked), url))
+    answer = (await results(client, batch.output_file_id))[0]["response"]["body"]
+    [found] = [each async for each in client.chat.completions.list(metadata={"a": "b"})]
+    assert (found.id, found.choices[0].message.content) == (answer["id"], "Hello wörld!")
+    assert (await client.chat.completions.retrieve(answer["id"])).id == answer["id"]

@@ -135,6 +135,13 @@ def some_response_ids(url: str) -> list[str]:
     return made(url, "/v1/responses", *[asked] * 3)
 
 
+def some_chat_ids(url: str) -> list[str]:
+    """Ids of stored chats, and of none."""
+    messages = [{"role": "user", "content": "a"}]
+    asked = {"model": MODEL, "messages": messages, "store": True, "max_tokens": 4}
+    return [*made(url, "/v1/chat/completions", *[asked] * 3), "no id"]
+
+
 def some_file_ids(url: str) -> list[str]:
     """Ids of files, and of none."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": CALL}
@@ -162,6 +169,7 @@ SOME_IDS: dict[str, Callable[[str], list[str]]] = {
     "worker_id": lambda url: ["w1", "nobody"],
     "job_id": some_job_ids,
     "response_id": some_response_ids,
+    "chat_id": some_chat_ids,
     "file_id": some_file_ids,
     "batch_id": some_batch_ids,
     "upload_id": some_upload_ids,

@@ -101,8 +101,9 @@ async def test_jobs_are_cancelled_by_filter(
 async def test_failed_jobs_are_replayed_once(
     idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
 ) -> None:
-    """With the same call, lane and metadata; a second replay submits nothing."""
-    failed = [await submit(http, metadata={"run": "7"}) for _ in range(12)]
+    """With the same call, lane, priority and metadata; a second replay submits nothing."""
+    body = JOB["body"] | {"priority": 5}
+    failed = [await submit(http, body=body, metadata={"run": "7"}) for _ in range(12)]
     for _ in failed:
         await fail(functions, idle_worker)
     cancelled = await submit(http)
@@ -115,6 +116,8 @@ async def test_failed_jobs_are_replayed_once(
     for job_id in failed:
         again = (await http.get(f"/v1/jobs/{replayed_id(job_id)}")).json()
         assert (again["lane"], again["metadata"]) == ("batch", {"run": "7"})
+        key = idle_worker.keys.of("job", again["id"])
+        assert await idle_worker.client.hget(key, "priority") == b"5"
     await idle_worker.run(await idle_worker.claim())
     assert idle_worker.seen[-1].params.max_tokens == 20
     done = (await http.get("/v1/jobs?status=succeeded")).json()["data"]

@@ -106,6 +106,7 @@ class Audit:
                 "line:*",
                 "later*",
                 "early:*",
+                "chats:*",
             )
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
@@ -304,6 +305,8 @@ class Audit:
             {f"jobs:{tenant}": listed for tenant, listed in found.items()},
             wanted_lists,
         )
+        for tenant, chats in self._zsets("chats:").items():
+            assert chats.items() <= found[tenant].items(), f"I15: chats:{tenant} are its jobs"
         for name, what in (
             ("deadlines", "a deadline for each open job"),
             ("kept", "I15: what will be forgotten"),

@@ -362,3 +362,67 @@ many that run do not hide those behind them
 """)
 def test_jobs_of_a_tenant_go_by_their_deadlines(calls: Calls, script: list[str]) -> None:
     calls.run(script)
+
+
+@scripts("""
+the lower goes first, whatever their deadlines; of one, the earlier deadline, then as they came
+  submit t1 t2; submit t3 priority=5 deadline_s=9; submit t4 priority=-1 deadline_s=900
+  submit t5; submit t6 priority=-1 deadline_s=60; submit t7 priority=5 deadline_s=9
+  turns 8 -> t6 t4 t1 t2 t5 t3 t7 -
+  redis EXISTS early:q:m:interactive:t -> 0
+tenants take their turns as before
+  submit t1 t2; submit u1 u2 priority=-9; submit t3 priority=-524288
+  turns 5 -> t3 u1 t1 u2 t2
+and lanes
+  submit t1; submit t2 lane=batch priority=-9; claim -> t1 t2
+and jobs given back
+  submit t1 t2; claim; release t1; release t2; submit t3 priority=-9; turns 3 -> t1 t2 t3
+one that was passed often holds up those behind it alone
+  submit t0 cost=100; submit t1 t2 t3 t4 t5 t6 t7 t8; claim tokens=50; claim tokens=50
+  submit t9; claim tokens=50 -> -
+  submit ta priority=-1; submit tb priority=1; claim tokens=50 -> ta
+  claim tokens=110 -> t0 t9
+one of several choices goes first where one of them just fits
+  submit t1; submit t2 priority=-1 n=3 cost=33; claim tokens=11 jobs=1 -> t2
+the least and the greatest are told apart from those beside them, at any time
+  submit t1 priority=524287; submit t2 priority=524286 deadline_s=99999999
+  submit t3 priority=-524287; submit t4 priority=-524288 deadline_s=99999999
+  submit t5 deadline_s=99999999; submit t6 priority=524287 deadline_s=599
+  turns 6 -> t4 t3 t5 t2 t6 t1
+it stays with a job that starts later or is moved
+  submit t1 t2; submit t3 priority=-1 start_at_s=1700000010
+  submit t4 priority=-1; move t4 deadline_s=999; pass_time 10; sweep; turns 4 -> t3 t4 t1 t2
+  submit t5 t6 lane=batch; submit t7 priority=-2; move t7 batch; turns 3 -> t7 t5 t6
+what goes before it delays it, and what comes later and goes before
+  beat rate=10 jobs=1 tokens=20; submit t1 t2; place t3 priority=-1 -> 0 0 0.0
+  place t4 priority=5 -> 3 30 3.0
+  place t5 -> 3 30 3.0
+  place t6 priority=-1 -> 1 10 1.0
+  waits t1 -> 2 20 2.0
+  waits t4 -> 5 50 5.0
+  ask t7 deadline_s=4 cap=0 priority=9 -> deadline_infeasible - 2.0
+  ask t7 deadline_s=4 cap=0 -> OK
+""")
+def test_jobs_of_a_tenant_go_by_their_priority(calls: Calls, script: list[str]) -> None:
+    """Before the deadline; none passes a job of another tenant."""
+    calls.run(script)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_place_counts_what_goes_before(world: World, seed: int) -> None:
+    """Of jobs of one tenant that come, are claimed and are cancelled, at every step."""
+    rng, waiting = random.Random(seed), list[tuple[int, int, str]]()
+    for number in range(60):
+        match rng.choices(["come", "claim", "cancel"], [5, 3, 1])[0]:
+            case "come":
+                priority, name = rng.choice([0, 0, -1, 1, 7, number]), f"t{number}"
+                world.submit(name, priority=priority)
+                waiting.append((priority, number, name))
+                waiting.sort()
+                assert world.ahead()[0] == waiting.index((priority, number, name))
+            case "claim":
+                assert world.claim(jobs=1) == [name for *_, name in waiting[:1]]
+                waiting = waiting[1:]
+            case "cancel" if waiting:
+                world.cancel(waiting.pop(rng.randrange(len(waiting)))[-1])
+        assert [world.waits(name)[0] for *_, name in waiting] == [*range(len(waiting))]

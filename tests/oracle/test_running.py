@@ -261,11 +261,13 @@ def test_workers_are_told_what_waits(world: World, calls: Calls) -> None:
 
 
 def some_jobs(world: World) -> None:
-    """Eight jobs of t, the oldest first, two in each second; one of u."""
+    """Eight jobs of t, the oldest first, two in each second, some of them chats; one of u."""
     for i in range(8):
         metadata = {"colour": "red"} if i % 2 else {"colour": "blue", "size": "1"}
         lane, model = LANES[i % 3 == 2], "n" if i == 5 else "m"
-        world.submit(f"t{i}", lane=lane, metadata=metadata if i else {}, model=model)
+        terms = {"lane": lane, "model": model, "is_chat": i in (1, 4, 5, 6)}
+        terms |= {"metadata": metadata if i else {}, "route": "r" if i == 3 else ""}
+        world.submit(f"t{i}", **terms)
         world.pass_time(i % 2)
     world.claim(jobs=3)
     world.append("t0", 1, "failed")
@@ -279,6 +281,7 @@ def wanted(**terms: Any) -> Wanted:
     return Wanted(**terms, **{names[name]: ms for name, ms in times.items()})
 
 
+OLDEST = wanted(is_ascending=True)
 ENDED = frozenset([JobStatus.FAILED, JobStatus.SUCCEEDED])
 LISTS: dict[str, tuple[Wanted, dict[str, Any], str]] = {
     "all": (wanted(), {}, "7 6 5 4 3 2 1 0"),
@@ -312,11 +315,29 @@ LISTS: dict[str, tuple[Wanted, dict[str, Any], str]] = {
         {"after": f"{NOW_MS + 1000} job-0-t3", "max_jobs": 2},
         f"2 1 after:{NOW_MS} job-0-t1",
     ),
+    "of a route": (wanted(model="r"), {}, "3"),
+    "of the model that it chose": (wanted(model="m"), {}, "7 6 4 3 2 1 0"),
+    "chats": (wanted(is_chats=True), {}, "6 5 4 1"),
+    "a page of chats": (wanted(is_chats=True), {"max_jobs": 2}, "6 5 after:5"),
+    "chats that ended": (wanted(is_chats=True, statuses=ENDED), {}, "1"),
+    "chats behind what is none": (wanted(is_chats=True), {"after": "job-0-t3"}, "none"),
+    "chats of nobody": (wanted(is_chats=True), {"tenant": "u"}, ""),
+    "oldest first": (OLDEST, {}, "0 1 2 3 4 5 6 7"),
+    "oldest first, a page": (OLDEST, {"max_jobs": 3}, "0 1 2 after:2"),
+    "oldest first, the next page": (OLDEST, {"max_jobs": 3, "after": "job-0-t2"}, "3 4 5 after:5"),
+    "oldest first, the last page": (OLDEST, {"max_jobs": 3, "after": "job-0-t5"}, "6 7"),
+    "oldest first, few looks": (OLDEST, {"max_looks": 2, "after": "job-0-t1"}, "2 3 after:3"),
+    "oldest first, behind a place": (OLDEST, {"after": f"{NOW_MS + 1000} job-0-t31"}, "4 5 6 7"),
+    "oldest chats first": (
+        wanted(is_chats=True, is_ascending=True),
+        {"max_jobs": 2, "after": "job-0-t1"},
+        "4 5 after:5",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_has_what_is_wanted_the_youngest_first(world: World, name: str) -> None:
+def test_a_list_has_what_is_wanted_in_order(world: World, name: str) -> None:
     want, terms, expected = LISTS[name]
     some_jobs(world)
     options: dict[str, Any] = {"tenant": "t", "wanted": want} | terms

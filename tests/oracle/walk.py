@@ -43,6 +43,8 @@ class Entry:
     next: int = 1
     tokens: int = 0
     is_in_line: bool = True  # waits where it was submitted, neither returned nor moved
+    priority: int = 0
+    is_chat: bool = False
     start_ms: int = 0  # waits for it, outside of its queue; 0: no more
     is_suspect: bool = False
     forgotten_ms: int = 0
@@ -148,6 +150,7 @@ class Walk:
         terms |= {"is_stored": self.flip(0.2), "callback": rng.choice(["", "", "a", "b", "talks"])}
         start_ms = self.a_start() if self.flip(0.2) else 0
         terms["start_at_s"] = start_ms / 1000
+        terms |= {"priority": rng.choice([0, 0, 0, -1, 2]), "is_chat": self.flip(0.5)}
         if self.flip(0.4):
             bounds = {"lane_bound_tokens": rng.choice([0, 120]), "lane_bound_s": rng.choice([0, 3])}
             terms |= self.limits | bounds
@@ -165,6 +168,8 @@ class Walk:
             *(name, terms["lane"], terms["cap"], choices, now_ms),
             *(max(now_ms, start_ms) + terms["deadline_s"] * 1000, terms["retention_s"] * 1000),
             *(attendance_ms, now_ms + attendance_ms if attendance_ms else 0),
+            priority=terms["priority"],
+            is_chat=terms["is_chat"],
         )
         if start_ms > now_ms:
             entry.start_ms, entry.is_in_line = start_ms, False
@@ -233,17 +238,22 @@ class Walk:
         """Page by page, all that are meant and no other."""
         found, after = list[str](), ""
         tenant, states = self.rng.choice(["", *TENANTS]), self.rng.sample(sorted(JobStatus), 4)
+        is_chats, ascends = tenant != "" and self.flip(0.5), self.flip(0.5)
+        wanted = Wanted(
+            statuses=frozenset(map(JobStatus, states)), is_chats=is_chats, is_ascending=ascends
+        )
         while True:
             bounds = {"max_jobs": self.rng.choice([1, 3]), "max_looks": self.rng.choice([2, 500])}
-            wanted = Wanted(statuses=frozenset(map(JobStatus, states)))
             page = self.world.listed(tenant, wanted, after=after, **bounds)
             found += [name for name in page if ":" not in name]
             if not page or ":" not in page[-1]:
                 break
             after = job_id(page[-1].removeprefix("after:"))
         entries = self.ledger.values()
-        meant = [e.name for e in entries if tenant in ("", e.name[0]) and e.status in states]
-        assert sorted(found) == sorted(meant)
+        meant = [e for e in entries if tenant in ("", e.name[0]) and e.status in states]
+        meant = [e for e in meant if e.is_chat or not is_chats]
+        meant.sort(key=lambda e: (e.created_ms, job_id(e.name)), reverse=not ascends)
+        assert found == [e.name for e in meant]
 
     def pause(self) -> None:
         """Pauses end more often than they begin."""
@@ -298,11 +308,11 @@ class Walk:
             entry.lease_ms = world.now_ms + LEASE_MS
 
     def check_order(self, entry: Entry, left: set[str], cost: float) -> None:
-        """No job of the same tenant and lane stays behind that fits as well and goes before: by the
-        second of the deadline, then by age."""
+        """No job of the same tenant and lane stays behind that fits as well and goes before: by
+        priority, the second of the deadline, then by age."""
         for other in map(self.ledger.__getitem__, left):
             is_same = (other.name[0], other.lane) == (entry.name[0], entry.lane)
-            turn, own = ((e.deadline_ms // 1000, e.name) for e in (other, entry))
+            turn, own = ((e.priority, e.deadline_ms // 1000, e.name) for e in (other, entry))
             if is_same and turn < own and other.status == "queued" and other.is_in_line:
                 [other_cost] = self.world.field(other.name, "cost")
                 assert int(other_cost) / other.choices > cost, f"{other.name} was passed"

@@ -376,6 +376,8 @@ def _asked(
     model: str = "m",
     parent: str = "",
     is_stored: bool = False,
+    is_chat: bool = False,
+    route: str = "",
     callback: str = "",
     **terms: Any,
 ) -> tuple[Job, Submission]:
@@ -387,7 +389,9 @@ def _asked(
         tenant=name[0],
         model=model,
         lane=lane,
-        endpoint=Endpoint.COMPLETIONS,
+        endpoint=Endpoint.CHAT if is_chat else Endpoint.COMPLETIONS,
+        response=b"{}" if is_chat else b"",
+        asked_model=route,
         prompt_ids=() if is_stored else tuple(range(PROMPT)),
         stored_prompt=StoredPrompt(REF, PROMPT, 1) if is_stored else None,
         params=SamplingParams(

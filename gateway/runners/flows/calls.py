@@ -127,6 +127,7 @@ class ModelCalls:
             # Kept as long as the parent's output, whenever the parent ends.
             retention_s=deadline_s + self._flow.retention_s,
             metadata=self._flow.metadata,
+            priority=self._flow.priority,
         )
         job, submission = await prepare_call(self.gateway, body, job, submission)
         return replace(job, parent=self.parent.id), submission

@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+from typing import Any
 
 import httpx
 import pytest
@@ -31,8 +32,10 @@ pytestmark = pytest.mark.anyio
 async def test_calls_inherit_from_the_flow_s_job(
     flows: httpx.AsyncClient, fleet: Fleet, functions: Functions
 ) -> None:
-    """Tenant, lane, and what is left of the deadline; they know their parent."""
-    job_id = await submitted(flows, job("pipe", lane="batch", deadline_s=500, metadata={"a": "b"}))
+    """Tenant, lane, priority, and what is left of the deadline; they know their parent."""
+    asked: dict[str, Any] = job("pipe", lane="batch", deadline_s=500, metadata={"a": "b"})
+    asked["body"]["priority"] = -3
+    job_id = await submitted(flows, asked)
     found = await ended(flows, job_id)
     assert found["status"] == "succeeded", found
     assert found["result"]["choices"][0]["message"]["content"] == "I am large"
@@ -44,6 +47,8 @@ async def test_calls_inherit_from_the_flow_s_job(
         view, _ = await functions.read(member["job_id"], "default") or (None, None)
         assert view is not None
         assert abs(view.deadline_ms - parent.deadline_ms) < 1_000
+        key = functions._keys.of("job", view.job.id)
+        assert await functions._client.hget(key, "priority") == b"-3"
     listed = (await flows.get("/v1/jobs")).json()["data"]
     assert {each["parent"] for each in listed} == {None, job_id}
 
@@ -201,3 +206,17 @@ async def test_documents_are_for_flows(flows: httpx.AsyncClient) -> None:
     refused = await flows.post(CHAT, json={**chat("small"), "documents": ["a"]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
     answer_of(await flows.post(CHAT, json={**chat("cascade"), "documents": ["a"]}))
+
+
+async def test_a_stored_chat_of_a_flow_is_one(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+    """Its calls are none; a route's is found by the name that its answer has."""
+    ids = {}
+    for model in ("pipe", "vote", "by-tier"):
+        ids[model] = (await flows.post(CHAT, json=chat(model, store=True))).json()["id"]
+    listed = (await flows.get(CHAT)).json()["data"]
+    assert [each["id"] for each in listed] == [*ids.values()]
+    for model, id_ in ids.items():
+        [found] = (await flows.get(CHAT, params={"model": model})).json()["data"]
+        assert (found["id"], found["model"]) == (id_, model)
+    assert (await flows.delete(f"{CHAT}/{ids['vote']}")).json()["deleted"] is True
+    assert len((await flows.get(CHAT)).json()["data"]) == 2
