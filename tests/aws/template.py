@@ -93,10 +93,10 @@ def expanded(part: Any, mappings: dict[str, Any], values: dict[str, str]) -> Any
             return mappings[table][expanded(key, mappings, values)][column]
         case {"Fn::Join": [" ", [{"Fn::FindInMap": _}, *_] as parts]}:
             return " ".join(expanded(parts, mappings, values))
-        case {"Fn::Sub": str(text)} if whole := re.fullmatch(
-            r"\$\{(\w+)\}", expanded(text, mappings, values)
-        ):
-            return {"Ref": whole[1]}
+        case {"Ref": {"Fn::Sub": str(text)}}:
+            return {"Ref": expanded(text, mappings, values)}
+        case {"Fn::GetAtt": [{"Fn::Sub": str(text)}, str(attribute)]}:
+            return {"Fn::GetAtt": [expanded(text, mappings, values), attribute]}
         case dict():
             found: dict[str, Any] = {}
             for key, value in part.items():
