@@ -225,9 +225,9 @@ class Batches(Partition):
     ) -> list[str]:
         """Leases unfinished batches that no feeder holds: those in progress, or those in other
         states. Tenants with the fewest leased batches come first, of a tenant the batches whose
-        window ends first. `max_more`: the number of batches
-        beyond `max_batches`, only of tenants without a leased batch. Also one beyond of a tenant of
-        `last_ends_ms`, if its window ends before."""
+        window ends first. `max_more`: the number of batches beyond `max_batches`, only of tenants
+        without a leased batch. Also one beyond of a tenant of `last_ends_ms`, if its window ends
+        before."""
         terms = int(lease_s * 1000), int(in_progress), max_batches, max_more
         ends = (each for pair in (last_ends_ms or {}).items() for each in pair)
         reply = await self._call("batch_take", token, *terms, *ends)

@@ -216,8 +216,8 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """A page of a list. `position`: id after which the next page begins, empty
-    at the end. A page before the end may be short or empty.
+    """A page of a list. `position`: id after which the next page begins, empty at the end. A page
+    before the end may be short or empty.
     """
 
     views: tuple["JobView", ...]
