@@ -3,7 +3,7 @@ of batchway's own engine for vectors."""
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from contract.jobs import Pooling, SamplingParams
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
+from tests.marks import LONG
 from tests.tiny_encoders import (
     bi_encoder,
     cross_encoder,
@@ -95,8 +96,12 @@ EMBEDDERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", EMBEDDERS)
-@pytest.mark.each_value
+def sampled(families: Iterable[str]) -> list[Any]:
+    """An encoder and a decoder; vLLM starts for each family, in twenty seconds."""
+    return [f if f in ("bert", "qwen3") else pytest.param(f, marks=LONG) for f in families]
+
+
+@pytest.mark.parametrize("family", sampled(EMBEDDERS))
 async def test_embeddings_are_those_of_sentence_transformers(family: str, tmp_path: Path) -> None:
     """With the pooling of the folder; also cut to fewer dimensions. The engine says what the own
     one does, and that vLLM was compared."""
@@ -133,8 +138,7 @@ CLASSIFIERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
-@pytest.mark.each_value
+@pytest.mark.parametrize("family", sampled(CLASSIFIERS))
 async def test_scores_of_pairs_are_those_of_sentence_transformers(
     family: str, tmp_path: Path
 ) -> None:
@@ -151,7 +155,7 @@ async def test_scores_of_pairs_are_those_of_sentence_transformers(
     np.testing.assert_allclose(found, expected.reshape(found.shape), atol=SCORE_TOLERANCE)
 
 
-@pytest.mark.parametrize("false_id", [50, None])
+@pytest.mark.parametrize("false_id", [50, pytest.param(None, marks=LONG)])
 async def test_a_reranker_scores_by_the_logits_of_tokens(
     false_id: int | None, tmp_path: Path
 ) -> None:
