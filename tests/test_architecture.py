@@ -42,7 +42,9 @@ SCRIPTS = sorted(p for p in [*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"] if n
 
 
 def modules_of(package: str) -> list[Path]:
-    return sorted(ROOT.glob(f"{package}/**/*.py"))
+    """Without hidden folders, where vLLM keeps what it has compiled."""
+    paths = sorted(ROOT.glob(f"{package}/**/*.py"))
+    return [path for path in paths if "/." not in str(path.relative_to(ROOT))]
 
 
 def lint_imports(folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -35,6 +35,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import make_settings
 from tests.gateway.flows.model_files import card
+from tests.test_architecture import modules_of
 from workers.engine import admission_check
 from workers.ipc.messages import EngineOptions
 from workers.supervisor.holding import EngineLink, Holding
@@ -76,7 +77,7 @@ def caches_in(source: str) -> set[str]:
 
 def test_the_page_lists_every_module_with_a_cache_or_a_queue() -> None:
     """And no module that is not there."""
-    modules = {path for package in PACKAGES for path in ROOT.joinpath(package).rglob("*.py")}
+    modules = {path for package in PACKAGES for path in modules_of(package)}
     found = {str(p.relative_to(ROOT)) for p in modules if caches_in(p.read_text())}
     listed = {module for where, _ in rows() for module in where}
     assert found - listed == {"contract/byte_cache.py"}, "not listed"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import modules_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "batchway_client", "bench", "contract", "examples", "gateway", "infra", "training", "workers",
@@ -168,7 +170,7 @@ def offences(source: Source, own: set[str]) -> Iterator[str]:
 
 
 def all_sources() -> list[Source]:
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    paths = [path for package in PACKAGES for path in modules_of(package)]
     return [source_of(str(path.relative_to(ROOT))) for path in paths]
 
 
