@@ -185,6 +185,31 @@ class Functions(Partition):
         reply = await self._call("claim", *args, is_repeated=False)
         return await self._readable(incarnation, reply)
 
+    async def warm(
+        self, job: Job, token_ids: Sequence[int], num_known: int, marks: bytes, *, lives_s: float
+    ) -> bool:
+        """Leaves what may follow a job to a worker that holds a part of it. Returns whether little
+        of the like was of use. `num_known`: leading tokens of the job; `marks`: as of a job."""
+        words = job.model, job.tenant, job.lane, marks, num_known, encode(token_ids)
+        return bool(await self._call("warm", *words, int(lives_s * 1000)))
+
+    async def warm_take(
+        self, incarnation: str, model: str, worth: Mapping[str, tuple[int, int]]
+    ) -> tuple[float, str, tuple[int, ...], int] | None:
+        """Takes what `warm` left, if there is something: seconds to its end, tenant, token ids and
+        how many of them are computed. `worth`: by tenant, the tokens computed so since the last
+        call, and those that were of use. Not repeated when the reply is lost."""
+        words: list[Word] = []
+        for tenant, (num_tokens, num_used) in worth.items():
+            words += [tenant, num_tokens, num_used]
+        reply = await self._call("warm_take", incarnation, model, *words, is_repeated=False)
+        with wire_errors("prompt to warm"):
+            if not reply:
+                return None
+            raw_tenant, end_ms, num_known, raw = reply
+            token_ids = msgspec.msgpack.decode(raw, type=tuple[int, ...])
+            return end_ms / 1000, raw_tenant.decode(), token_ids, num_known
+
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
     ) -> list[Claimed]:

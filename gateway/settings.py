@@ -191,6 +191,11 @@ class GatewaySettings(BaseSettings):
         "keeps long prompts and results: a directory, or s3://bucket/prefix; without it they "
         "are in Redis",
     )
+    warms_next_turn: bool = _set(
+        False,
+        "whether idle workers compute what the next turn of a conversation likely begins with; "
+        "not on Lambda",
+    )
     object_min_bytes: PositiveInt = _set(16 * 1024, "shorter prompts stay in Redis")
     result_url_s: PositiveFloat = _set(3_600.0, "how long a `result_url` is valid")
     callback_allow: Annotated[_Names, _read_by(AllowList.parse)] = _set(

@@ -130,6 +130,8 @@ _ALL = (
     _engines("tokens_after_cancel_total", "Tokens computed for cancelled jobs."),
     _engines("prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
     _engines("prefix_cache_hits_total", "Tokens found in the prefix cache."),
+    _engines("warmed_tokens_total", "Tokens of likely next prompts, computed in idle time."),
+    _engines("warmed_tokens_used_total", "Those of them with which later prompts began."),
     _engines("spec_decode_num_draft_tokens_total", "Tokens drafted by prompt lookup."),
     _engines("spec_decode_num_accepted_tokens_total", "Drafted tokens that were right."),
     _engines("step_tokens_total", "Tokens computed: prefill, decode, padding.", "kind"),

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from cachetools import TTLCache
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
@@ -56,6 +57,7 @@ from contract.payloads.store import (
     response_key,
 )
 from contract.replays import replay_of
+from contract.residence import MARK_BYTES, prefix_marks
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
 from gateway.redis.hints import Cursor, Idle, News, Reset, news_of
@@ -79,6 +81,8 @@ SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no 
 SOON_S = 0.005
 _RETRY_S = 1.0  # of a report that Redis has not answered
 _WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
+_WARM_S = 3.0  # with a key's REMEMBERED_S no longer than a revoked key may be of use
+_MAX_UNWARMED, _UNWARMED_S = 4096, 60.0
 _FOR_WANT = {ErrorCode.NO_WORKERS, ErrorCode.DEADLINE_INFEASIBLE}  # of a worker, if none lives
 
 T = TypeVar("T")
@@ -180,6 +184,8 @@ class Broker:
         # Of the events of the calls that wait here: a step's are one message.
         self.channel = secrets.token_hex(8)
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
+        # Tenants and models of which little that was warmed was of use; the next one tries again.
+        self._unwarmed: TTLCache[tuple[str, str], bool] = TTLCache(_MAX_UNWARMED, _UNWARMED_S)
         self.known = KnownModels(self.shards, settings.declared_models)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         api_keys = ApiKeys(first.client, first.keys, pepper or None)
@@ -248,6 +254,16 @@ class Broker:
             shard = await self.shards.of(job.id)
             if not await self.known.num_live_in(shard, job.model):
                 await self.request_worker(shard, job.model, job.lane)
+
+    def may_warm(self, job: Job) -> bool:
+        return (job.tenant, job.model) not in self._unwarmed
+
+    async def warm(self, job: Job, token_ids: Sequence[int], num_known: int) -> None:
+        """Leaves what the next turn begins with, after a job, to a worker that holds a part."""
+        shard, marks = await self.shards.of(job.id), prefix_marks(job.tenant, token_ids)
+        rest = num_known, bytes(MARK_BYTES) + marks
+        if await shard.call(shard.functions.warm, job, token_ids, *rest, lives_s=_WARM_S):
+            self._unwarmed[job.tenant, job.model] = True
 
     async def request_worker(self, shard: GatewayShard, model: str, lane: str = ANY_LANE) -> None:
         """Asks for a worker for a refused call: starters of workers see waiting jobs only. A

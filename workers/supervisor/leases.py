@@ -22,6 +22,7 @@ from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
+from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import WorkerBroker, make_card
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class LeaseKeeper:
     _holding: Holding
     _publisher: Publisher
     _meter: Meter
+    _warming: Warming
     _drain: Drain
     _on_drain_order: Callable[[], None]
 
@@ -182,6 +184,9 @@ class LeaseKeeper:
                     job.lane, epoch = lane, job.epoch
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
+                case ["warm"]:
+                    self._warming.is_offered = True
+                    self._holding.wake.set()
                 case ["drain"]:
                     self._on_drain_order()
 

@@ -125,6 +125,13 @@ class WorkerBroker:
             self._note_renewal(sent_s)
         return claimed
 
+    async def warm_take(
+        self, worth: Mapping[str, tuple[int, int]]
+    ) -> tuple[float, str, tuple[int, ...], int] | None:
+        """As Functions.warm_take."""
+        model = self._settings.served_model_name
+        return await self._functions.warm_take(self.incarnation, model, worth)
+
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
         """The jobs of a claim whose reply was lost. `known_ids`: the jobs that the worker holds."""
         sent_s = self._clock()

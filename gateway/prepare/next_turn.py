@@ -1,0 +1,92 @@
+"""What the next turn of a conversation will begin with: its messages with the answer, as the chat
+template renders them before what the user or a tool says next.
+
+Where that differs from prompt and output, as templates leave reasoning out and write calls in
+another form, a worker computes it before it is asked for (workers/supervisor/warming.py).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+
+from contract.answers import whole_calls
+from contract.events import ChoiceDelta
+from contract.jobs import FinishReason, Job
+from gateway.follow.sync_call import SyncCall
+from gateway.http.errors import ApiError
+from gateway.prepare.generation import prompts_of
+from gateway.prepare.revocation import KEY
+from gateway.prepare.schemas import ChatBody, Message
+
+log = logging.getLogger("batchway.gateway")
+
+MIN_TOKENS = 64  # that are worth a call of Redis
+_ENDS = ([FinishReason.STOP], [FinishReason.TOOL_CALLS])
+
+ToChat = Callable[[], ChatBody]  # of a call; may raise ApiError
+
+
+def then_warmed(response: Response, call: SyncCall, chat: ToChat, ids: str = "call") -> Response:
+    """The response, after whose last byte the next turn of the call is warmed. `ids`: what the ids
+    of its calls begin with."""
+    if call.deltas is not None:
+        response.background = BackgroundTask(_warm, call, chat, ids)
+    return response
+
+
+async def _warm(call: SyncCall, chat: ToChat, ids: str) -> None:
+    deltas, job, broker = call.deltas or [], call.job, call.gateway.broker
+    is_whole = [delta.finish_reason for delta in deltas if delta.finish_reason] in _ENDS
+    is_text = job.prompt_ids and job.num_choices == 1 and not job.num_image_tokens
+    if not (is_whole and is_text and broker.may_warm(job)):
+        return
+    try:
+        key = call.request.scope["state"].get(KEY)
+        if key is not None and await broker.key_ring.terms_of(key) is None:
+            return
+        card = (await broker.known.models())[job.model]
+        tokenizer = await broker.known.tokenizer(card)
+        format_ = tokenizer.files.tool_format
+        is_one_each = format_ is not None and format_.between is None
+        body = next_turn(chat(), answer_of(job, deltas, ids), is_one_each=is_one_each)
+        try:
+            [token_ids], num_cut = await prompts_of(tokenizer, card, body)
+        except ApiError as exc:
+            if exc.param != "reasoning_effort":  # which messages may ask for in vain
+                raise
+            body = body.model_copy(update={"reasoning_effort": None})
+            [token_ids], num_cut = await prompts_of(tokenizer, card, body)
+        token_ids = token_ids[:-1]  # which may become another with what follows
+        known_ids = (*job.prompt_ids, *(i for delta in deltas for i in delta.token_ids))
+        pairs = enumerate(zip(token_ids, known_ids, strict=False))
+        num_known = next((n for n, (a, b) in pairs if a != b), min(len(token_ids), len(known_ids)))
+        if len(token_ids) - num_known >= MIN_TOKENS and not num_cut:
+            await broker.warm(job, token_ids, num_known)
+    except Exception as exc:  # the caller has its answer
+        log.info("next turn not warmed (%s) job_id=%s", type(exc).__name__, job.id)
+
+
+def answer_of(job: Job, deltas: Sequence[ChoiceDelta], ids: str) -> Message:
+    """The answer as its caller will return it."""
+    fields: dict[str, Any] = {"role": "assistant", "content": "".join(d.text for d in deltas)}
+    fields["reasoning_content"] = "".join(d.reasoning for d in deltas)
+    calls = whole_calls(job, 0, [part for delta in deltas for part in delta.tool_calls])
+    fields["tool_calls"] = [{**c, "id": c["id"].replace("call", ids, 1)} for c in calls] or None
+    return Message.model_validate(fields)
+
+
+def next_turn(body: ChatBody, answer: Message, *, is_one_each: bool) -> ChatBody:
+    """The chat up to the beginning of the next message's text. `is_one_each`: the template shows a
+    result behind each call."""
+    then = Message(role="user", content="")
+    if calls := answer.tool_calls:
+        then = Message(role="tool", content="", tool_call_id=calls[0].id)
+        answer = answer.model_copy(update={"tool_calls": calls[:1] if is_one_each else calls})
+    earlier = [each for each in body.messages if each.role == "assistant"]
+    if earlier and not any(each.reasoning_content or each.reasoning for each in earlier):
+        answer = answer.model_copy(update={"reasoning_content": None})  # many clients drop it
+    messages = [*body.messages, answer, then]
+    return body.model_copy(update={"messages": messages, "continue_final_message": True})

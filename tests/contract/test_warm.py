@@ -1,0 +1,114 @@
+"""Prompts that a gateway leaves to a worker: who gets them, how many wait, and what ends them."""
+
+import pytest
+import redis.asyncio
+from msgspec.structs import replace
+
+from contract.functions import Functions
+from contract.jobs import Job
+from contract.keys import Keys
+from contract.pauses import PauseLine, Pauses
+from contract.residence import MARK_BYTES, prefix_marks
+from tests.contract.some_calls import make_job
+
+pytestmark = pytest.mark.anyio
+
+MODEL, TENANT, LIVES_S = "m", "t", 60.0
+IDS = tuple(range(300))
+
+
+@pytest.fixture
+async def job(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Job:
+    """Its prompt lies at the worker w1."""
+    await functions.heartbeat("w1", MODEL, [], lease_s=9.0, info="{}")
+    await hold(redis_client, keys, "w1", TENANT)
+    return replace(make_job(TENANT), model=MODEL, lane="standard")
+
+
+async def hold(client: redis.asyncio.Redis, keys: Keys, worker: str, tenant: str) -> None:
+    marks = prefix_marks(tenant, IDS[:200])
+    cut = (marks[i : i + MARK_BYTES] for i in range(0, len(marks), MARK_BYTES))
+    await client.hset(keys.of("at", MODEL), mapping=dict.fromkeys(cut, worker))
+
+
+async def leave(
+    functions: Functions, job: Job, ids: tuple[int, ...] = IDS, *, lives_s: float = LIVES_S
+) -> bool:
+    marks = bytes(MARK_BYTES) + prefix_marks(job.tenant, ids)
+    return await functions.warm(job, ids, 200, marks, lives_s=lives_s)
+
+
+async def taken(functions: Functions, worker: str = "w1") -> tuple[int, ...] | None:
+    found = await functions.warm_take(worker, MODEL, {})
+    return found and found[2]
+
+
+async def test_the_worker_that_holds_the_beginning_gets_it_once(
+    functions: Functions, job: Job
+) -> None:
+    """And no other, with what is computed and how long it lives."""
+    await leave(functions, job)
+    assert await taken(functions, "w2") is None
+    found = await functions.warm_take("w1", MODEL, {})
+    assert found is not None
+    assert found[1:] == (TENANT, IDS, 200)
+    assert 0.0 < found[0] <= LIVES_S
+    assert await taken(functions) is None
+
+
+async def test_what_nobody_holds_is_left_to_nobody(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, job: Job
+) -> None:
+    """Another tenant's equal prompt, one that begins otherwise, one of a worker that has left, one
+    that is too long: no key is written."""
+    await leave(functions, replace(job, tenant="other"))
+    await leave(functions, job, IDS[::-1])
+    await leave(functions, job, IDS * 2000)
+    await functions.leave("w1", MODEL)
+    await leave(functions, job)
+    assert not [key async for key in redis_client.scan_iter(keys.of("warm*"))]
+
+
+async def test_the_last_eight_wait_and_end_with_the_last(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, job: Job
+) -> None:
+    """The oldest are dropped."""
+    prompts = [(*IDS, number) for number in range(12)]
+    for prompt in prompts:
+        await leave(functions, job, prompt)
+    assert await redis_client.llen(keys.of("warm", "w1")) == 8
+    assert 0 < await redis_client.pttl(keys.of("warm", "w1")) <= 1000 * LIVES_S
+    assert [await taken(functions) for _ in prompts] == [*prompts[4:], *[None] * 4]
+
+
+async def test_one_that_has_ended_is_passed_over(functions: Functions, job: Job) -> None:
+    """Also while a younger one keeps the list."""
+    await leave(functions, job, lives_s=0.001)
+    await leave(functions, job, (*IDS, 7))
+    assert await taken(functions) == (*IDS, 7)
+    assert await taken(functions) is None
+
+
+@pytest.mark.parametrize(
+    "line", [PauseLine(tenant=TENANT), PauseLine(lane="standard"), PauseLine(MODEL, "*", TENANT)]
+)
+async def test_a_pause_ends_it(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, job: Job, line: PauseLine
+) -> None:
+    """One that came after it was left."""
+    await leave(functions, job)
+    await Pauses(redis_client, keys).pause(line, "operator")
+    assert await taken(functions) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "used", "is_wasted"),
+    [(8191, 0, False), (8192, 819, True), (8192, 820, False), (10**6, 10**5, False)],
+)
+async def test_a_tenant_of_whose_warmed_tokens_few_are_of_use_is_told_of(
+    functions: Functions, job: Job, tokens: int, used: int, is_wasted: bool
+) -> None:
+    """Summed over calls and workers, once there are enough, of the last hour; by tenant."""
+    await functions.warm_take("w1", MODEL, {TENANT: (tokens - 100, 0), "other": (10**6, 0)})
+    await functions.warm_take("w2", MODEL, {TENANT: (100, used)})
+    assert await leave(functions, job) is is_wasted
