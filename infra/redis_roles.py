@@ -88,7 +88,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "worker": RedisRole(
             purpose="batchway worker",
             functions="claim mine append heartbeat release blame read sweep",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim rename srandmember "
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
             "zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
             reads=_PARTITION_KEYS,
@@ -99,7 +99,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
             "append heartbeat release",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
-            "rename srandmember zrangebyscore",
+            "srandmember zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} calibration clock "
             "dead idem memory num_partitions object_store owed promised told turn wanted",
             reads=f"{_API_KEYS} deliveries partitions",

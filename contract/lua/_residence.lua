@@ -1,7 +1,7 @@
 -- Hints where content lies: claims prefer the workers that hold a job's prefix or its session. A content is
--- known by a mark of MARK bytes (contract/residence.py). The hash `at:<model>` has for each mark the workers
--- that hold it, the last one first; what it had before is in `at:<model> before`. A job's record has in
--- `marks` the mark of its session (NONE: it has none), then those of the prefixes of its prompt.
+-- known by a mark of MARK bytes (contract/residence.py). The hashes `at:<model>` and `at:<model> other` have
+-- for each mark the workers that hold it, the last one first; they take turns. A job's record has in `marks`
+-- the mark of its session (NONE: it has none), then those of the prefixes of its prompt.
 -- A hint may be wrong: then a job has waited in vain, for a time that is bounded.
 -- requires shared, pools
 
@@ -21,30 +21,44 @@ local function position(number)
   return FIRST * 2 ^ octave * (1 + (number - 1) % PER_DOUBLING / PER_DOUBLING)
 end
 
--- Notes that a worker holds a content.
+-- Both hashes, the present one first, and since when (ms) it is that.
+local function hints(tag, model)
+  local one = tag .. ':at:' .. model
+  local other = one .. ' other'
+  local since, before = tonumber(redis.call('HGET', one, SINCE)), tonumber(redis.call('HGET', other, SINCE))
+  if (before or 0) > (since or 0) then return other, one, before end
+  return one, other, since
+end
+
+local function split(marks, first)
+  local fields = {}
+  for i = first, #marks, MARK do table.insert(fields, string.sub(marks, i, i + MARK - 1)) end
+  return fields
+end
+
+-- Notes that a worker holds contents.
 function residence.note(tag, model, incarnation, marks, now)
-  local key, fields, changed = tag .. ':at:' .. model, {SINCE}, {}
-  for i = 1, #marks, MARK do table.insert(fields, string.sub(marks, i, i + MARK - 1)) end
+  local key, other, since = hints(tag, model)
+  if since and (now - since >= AGE_MS or redis.call('HLEN', key) >= MAX_HINTS) then
+    key, since = other, nil
+    redis.call('UNLINK', key)
+  end
+  local fields, changed = split(marks, 1), {}
   local known = redis.call('HMGET', key, unpack(fields))
-  for i = 2, #fields do
+  for i, field in ipairs(fields) do
     local holders = {incarnation}
-    for other in string.gmatch(known[i] or '', '%S+') do
-      if other ~= incarnation and #holders < MAX_HOLDERS then table.insert(holders, other) end
+    for holder in string.gmatch(known[i] or '', '%S+') do
+      if holder ~= incarnation and #holders < MAX_HOLDERS then table.insert(holders, holder) end
     end
     local value = table.concat(holders, ' ')
     if value ~= known[i] then
-      table.insert(changed, fields[i])
+      table.insert(changed, field)
       table.insert(changed, value)
     end
   end
   if #changed == 0 then return end
-  local since = tonumber(known[1]) or now
-  if now - since >= AGE_MS or redis.call('HLEN', key) >= MAX_HINTS then
-    redis.call('RENAME', key, key .. ' before')
-    known[1] = false
-  end
-  redis.call('HSET', key, SINCE, known[1] or now, unpack(changed))
-  if not known[1] then redis.call('PEXPIRE', key, 2 * AGE_MS) end
+  redis.call('HSET', key, SINCE, since or now, unpack(changed))
+  if not since then redis.call('PEXPIRE', key, 2 * AGE_MS) end
 end
 
 -- The marks of a prompt that its worker notes: deeper ones than a quarter of it, and the first, without
@@ -73,23 +87,19 @@ local function living(tag, model, value, now, look)
   return found[1] and found
 end
 
-local function values_of(key, marks, first)
-  local fields = {}
-  for i = first, #marks, MARK do table.insert(fields, string.sub(marks, i, i + MARK - 1)) end
-  return redis.call('HMGET', key, unpack(fields))
-end
-
 -- The workers that hold the longest prefix of a prompt, and its length in tokens; nil: none does. `look`: of
 -- a claim, remembers who lives.
 function residence.find(tag, model, marks, now, look)
-  local key, first = tag .. ':at:' .. model, string.sub(marks, MARK + 1, 2 * MARK)
+  local one, first = tag .. ':at:' .. model, string.sub(marks, MARK + 1, 2 * MARK)
   if first == '' then return nil end
-  if not redis.call('HGET', key, first) and not redis.call('HGET', key .. ' before', first) then return nil end
-  local values, before = values_of(key, marks, MARK + 1), nil
-  for number = #marks / MARK - 1, 1, -1 do
+  if not redis.call('HGET', one, first) and not redis.call('HGET', one .. ' other', first) then return nil end
+  local present, before = hints(tag, model)
+  local fields = split(marks, MARK + 1)
+  local values, old = redis.call('HMGET', present, unpack(fields)), nil
+  for number = #fields, 1, -1 do
     if not values[number] then
-      before = before or values_of(key .. ' before', marks, MARK + 1)
-      values[number] = before[number]
+      old = old or redis.call('HMGET', before, unpack(fields))
+      values[number] = old[number]
     end
     local holders = living(tag, model, values[number], now, look)
     if holders then return holders, position(number) end
@@ -98,10 +108,10 @@ end
 
 -- The workers to prefer for a job: of its session, otherwise of its prefix.
 local function preferred(look, marks)
-  local session, key = string.sub(marks, 1, MARK), look.tag .. ':at:' .. look.model
-  local of_session
+  local session, of_session = string.sub(marks, 1, MARK), nil
   if session ~= NONE then
-    local value = redis.call('HGET', key, session) or redis.call('HGET', key .. ' before', session)
+    local present, before = hints(look.tag, look.model)
+    local value = redis.call('HGET', present, session) or redis.call('HGET', before, session)
     of_session = living(look.tag, look.model, value, look.now, look)
   end
   local holders, tokens = residence.find(look.tag, look.model, marks, look.now, look)
