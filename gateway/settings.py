@@ -191,6 +191,8 @@ class GatewaySettings(BaseSettings):
         "keeps long prompts and results: a directory, or s3://bucket/prefix; without it they "
         "are in Redis",
     )
+    prefers_cached: bool = _set(
+        True, "whether jobs prefer the worker whose cache has their prompt's beginning or session"
     warms_next_turn: bool = _set(
         False,
         "whether idle workers compute what the next turn of a conversation likely begins with; "
