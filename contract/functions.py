@@ -64,6 +64,7 @@ from contract.function_types import (
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
 from contract.library import Partition, Word
+from contract.residence import marks_of
 
 log = logging.getLogger("batchway.redis")
 
@@ -192,12 +193,10 @@ class Functions(Partition):
         claims.again_s = None if again_ms is None else again_ms / 1000
         return claims
 
-    async def warm(
-        self, job: Job, token_ids: Sequence[int], num_known: int, marks: bytes, *, lives_s: float
-    ) -> bool:
-        """Leaves what may follow a job to a worker that holds a part of it. Returns whether little
-        of the like was of use. `num_known`: leading tokens of the job; `marks`: as of a job."""
-        words = job.model, job.tenant, job.lane, marks, num_known, encode(token_ids)
+    async def warm(self, job: Job, num_known: int, *, lives_s: float) -> bool:
+        """Leaves the prompt of a job that may come to a worker that holds a part of it. Returns
+        whether little of the like was of use. `num_known`: its tokens that are computed."""
+        words = job.model, job.tenant, job.lane, marks_of(job), num_known, encode(job.prompt_ids)
         return bool(await self._call("warm", *words, int(lives_s * 1000)))
 
     async def warm_take(

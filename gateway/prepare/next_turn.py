@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
@@ -64,7 +65,7 @@ async def _warm(call: SyncCall, chat: ToChat, ids: str) -> None:
         pairs = enumerate(zip(token_ids, known_ids, strict=False))
         num_known = next((n for n, (a, b) in pairs if a != b), min(len(token_ids), len(known_ids)))
         if len(token_ids) - num_known >= MIN_TOKENS and not num_cut:
-            await broker.warm(job, token_ids, num_known)
+            await broker.warm(msgspec.structs.replace(job, prompt_ids=token_ids), num_known)
     except Exception as exc:  # the caller has its answer
         log.info("next turn not warmed (%s) job_id=%s", type(exc).__name__, job.id)
 

@@ -57,7 +57,6 @@ from contract.payloads.store import (
     response_key,
 )
 from contract.replays import replay_of
-from contract.residence import MARK_BYTES, prefix_marks
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
 from gateway.redis.hints import Cursor, Idle, News, Reset, news_of
@@ -258,11 +257,10 @@ class Broker:
     def may_warm(self, job: Job) -> bool:
         return (job.tenant, job.model) not in self._unwarmed
 
-    async def warm(self, job: Job, token_ids: Sequence[int], num_known: int) -> None:
-        """Leaves what the next turn begins with, after a job, to a worker that holds a part."""
-        shard, marks = await self.shards.of(job.id), prefix_marks(job.tenant, token_ids)
-        rest = num_known, bytes(MARK_BYTES) + marks
-        if await shard.call(shard.functions.warm, job, token_ids, *rest, lives_s=_WARM_S):
+    async def warm(self, job: Job, num_known: int) -> None:
+        """As Functions.warm."""
+        shard = await self.shards.of(job.id)
+        if await shard.call(shard.functions.warm, job, num_known, lives_s=_WARM_S):
             self._unwarmed[job.tenant, job.model] = True
 
     async def request_worker(self, shard: GatewayShard, model: str, lane: str = ANY_LANE) -> None:

@@ -34,8 +34,7 @@ async def hold(client: redis.asyncio.Redis, keys: Keys, worker: str, tenant: str
 async def leave(
     functions: Functions, job: Job, ids: tuple[int, ...] = IDS, *, lives_s: float = LIVES_S
 ) -> bool:
-    marks = bytes(MARK_BYTES) + prefix_marks(job.tenant, ids)
-    return await functions.warm(job, ids, 200, marks, lives_s=lives_s)
+    return await functions.warm(replace(job, prompt_ids=ids), 200, lives_s=lives_s)
 
 
 async def taken(functions: Functions, worker: str = "w1") -> tuple[int, ...] | None:
