@@ -9,6 +9,7 @@ from contract.jobs import Job
 from contract.keys import Keys
 from contract.pauses import PauseLine, Pauses
 from contract.residence import MARK_BYTES, prefix_marks
+from tests.clock import clock_key
 from tests.contract.some_calls import make_job
 
 pytestmark = pytest.mark.anyio
@@ -80,10 +81,13 @@ async def test_the_last_eight_wait_and_end_with_the_last(
     assert [await taken(functions) for _ in prompts] == [*prompts[4:], *[None] * 4]
 
 
-async def test_one_that_has_ended_is_passed_over(functions: Functions, job: Job) -> None:
+async def test_one_that_has_ended_is_passed_over(
+    functions: Functions, redis_client: redis.asyncio.Redis, job: Job
+) -> None:
     """Also while a younger one keeps the list."""
-    await leave(functions, job, lives_s=0.001)
+    await leave(functions, job, lives_s=5.0)
     await leave(functions, job, (*IDS, 7))
+    await redis_client.set(clock_key(), 5_001)
     assert await taken(functions) == (*IDS, 7)
     assert await taken(functions) is None
 
