@@ -16,7 +16,14 @@ from gateway.prepare.calls import prepare_call
 from gateway.prepare.generation import BUDGET
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_PARTS, MAX_TOOLS, CallId, ChatBody, Schema, ToolName
-from gateway.prepare.unsupported import CallFields, StrictModel, refusal, unsupported
+from gateway.prepare.unsupported import (
+    MAX_SESSION,
+    SESSION,
+    CallFields,
+    StrictModel,
+    refusal,
+    unsupported,
+)
 from gateway.state import Gateway
 
 # Parameter -> values without effect.
@@ -211,7 +218,10 @@ class PromptBody(CallFields):
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
         fields |= {"messages": self._chat_messages(), "priority": self.priority}
-        if self._is_cached():
+        named = (self.metadata or {}).get(SESSION)
+        if isinstance(named, str):
+            fields["prompt_cache_key"] = named[:MAX_SESSION]
+        elif self._is_cached():
             # What its later calls also begin with.
             roles = [message["role"] for message in fields["messages"]]
             first = fields["messages"][: 1 + roles.index("user")] if "user" in roles else []
