@@ -4,9 +4,8 @@ from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 
-from contract.keys import Keys
+from contract.function_types import Claimed
 from contract.residence import MARK_BYTES
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.gateway.test_priority import CALLS, PATHS, called
@@ -17,11 +16,15 @@ NONE = bytes(MARK_BYTES)
 EPHEMERAL = {"type": "ephemeral"}
 
 
-async def session_of(worker: FakeWorker) -> tuple[str, bytes]:
-    """The next job's id, and its session's mark."""
-    job = (await worker.claim()).job
-    marks = await worker.client.hget(worker.keys.of("job", job.id), "marks")
-    return job.id, marks[:MARK_BYTES] if marks else NONE
+async def mark_of(worker: FakeWorker, claimed: Claimed) -> bytes:
+    """The mark of a job's session."""
+    marks = await worker.client.hget(worker.keys.of("job", claimed.job.id), "marks")
+    return marks[:MARK_BYTES] if isinstance(marks, bytes) else NONE
+
+
+async def session_of(worker: FakeWorker) -> bytes:
+    """That of the next job."""
+    return await mark_of(worker, await worker.claim())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -36,7 +39,7 @@ async def test_calls_that_name_a_session_are_one(
         answer = await called(http, path, **fields)
         assert answer.is_success, answer.text
         assert "x-ignored-parameters" not in answer.headers
-        found.append((await session_of(idle_worker))[1])
+        found.append(await session_of(idle_worker))
     assert found[0] == found[2] != found[1]
     assert NONE not in found
 
@@ -52,7 +55,7 @@ async def test_the_metadata_of_a_job_names_one(
     ):
         asked = {"endpoint": "/v1/completions", "body": inner, **outer}
         assert (await http.post("/v1/jobs", json=asked)).is_success
-        found.append((await session_of(idle_worker))[1])
+        found.append(await session_of(idle_worker))
     assert found[0] == found[1] != NONE
 
 
@@ -64,7 +67,7 @@ async def test_other_calls_are_none(
         if path == "/v1/messages":
             fields.pop("user", None)
         assert (await called(http, path, **fields)).is_success
-        assert (await session_of(idle_worker))[1] == NONE
+        assert await session_of(idle_worker) == NONE
 
 
 async def test_a_chain_of_responses_is_one(
@@ -78,8 +81,7 @@ async def test_a_chain_of_responses_is_one(
         assert answer.is_success, answer.text
         ids.append(answer.json()["id"])
         claimed = await idle_worker.claim()
-        marks = await idle_worker.client.hget(idle_worker.keys.of("job", claimed.job.id), "marks")
-        found.append(marks[:MARK_BYTES])
+        found.append(await mark_of(idle_worker, claimed))
         await idle_worker.run(claimed)
     assert NONE not in found
     assert len(set(found[:4])) == 1
@@ -115,7 +117,7 @@ async def test_messages_with_a_breakpoint_are_one_conversation(
             ]
         answer = await called(http, "/v1/messages", **body)
         assert answer.is_success, answer.text
-        found.append((await session_of(idle_worker))[1])
+        found.append(await session_of(idle_worker))
     assert found[0] == found[1] != found[2]
     assert NONE not in found
 
@@ -128,8 +130,8 @@ async def test_a_breakpoint_is_an_object(http: httpx.AsyncClient, value: Any) ->
 
 
 async def test_nothing_is_marked_where_it_is_turned_off(
-    redis_client: redis.asyncio.Redis, keys: Keys, gateways: Any, idle_worker: FakeWorker
+    gateways: Gateways, idle_worker: FakeWorker
 ) -> None:
     async with gateways(prefers_cached=False) as http:
         assert (await called(http, "/v1/completions", prompt_cache_key="a")).is_success
-    assert (await session_of(idle_worker))[1] == NONE
+    assert await session_of(idle_worker) == NONE
