@@ -7,6 +7,7 @@ import pytest
 
 from contract.function_types import Claimed
 from contract.residence import MARK_BYTES
+from tests.gateway.conftest import Gateways
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.gateway.test_priority import CALLS, PATHS, called
 
