@@ -126,7 +126,7 @@ async def test_a_failure_ends_it_and_nothing_else() -> None:
         raise BrokerUnavailable("away")
 
     holding.clear()
-    sides.warm_take = away  # type: ignore[method-assign, assignment]
+    sides.warm_take = away  # type: ignore[method-assign]
     await warming.begin()
     assert warming.job_id == ""
 
@@ -166,18 +166,17 @@ async def leave(caller: Caller, job: Job, text: str) -> Job:
 async def is_told(caller: Caller) -> None:
     """Returns once the worker hears what is left to it; what is lost is not warmed."""
     await caller.num_workers(1)
-    [name] = await caller.client.zrange(caller.keys.of("workers", "m"), -1, -1)
+    found: Any = await caller.client.zrange(caller.keys.of("workers", "m"), -1, -1)
 
     async def listens() -> bool:
-        channel = caller.keys.of("ctl", name.decode())
+        channel = caller.keys.of("ctl", found[0].decode())
         return bool((await caller.client.pubsub_numsub(channel))[0][1])
 
     await until(listens)
 
 
-async def worth(caller: Caller, tenant: str = "t") -> dict[bytes, bytes]:
-    found: Any = await caller.client.hgetall(caller.keys.of("warmth", "m", tenant))
-    return found
+async def worth(caller: Caller, tenant: str = "t") -> Any:
+    return await caller.client.hgetall(caller.keys.of("warmth", "m", tenant))
 
 
 async def num_computed(caller: Caller, job: Job) -> int:
@@ -199,7 +198,7 @@ async def test_the_next_turn_finds_what_was_warmed(
         num_tokens = len(warmed.prompt_ids) - len(first.prompt_ids)
 
         async def is_computed() -> bool:
-            return (await worth(caller)).get(b"tokens") == b"%d" % num_tokens
+            return bool((await worth(caller)).get(b"tokens") == b"%d" % num_tokens)
 
         await until(is_computed)
         second = await caller.submit(text + "and then?")
@@ -208,7 +207,7 @@ async def test_the_next_turn_finds_what_was_warmed(
         await leave(caller, second, text + "and then? more")
 
         async def is_used() -> bool:
-            return (await worth(caller)).get(b"used") == b"%d" % num_tokens
+            return bool((await worth(caller)).get(b"used") == b"%d" % num_tokens)
 
         await until(is_used)
         totals: Any = await caller.client.hgetall(caller.keys.of("totals", "m"))
