@@ -1,16 +1,19 @@
 """Prompts that a gateway leaves to a worker: who gets them, how many wait, and what ends them."""
 
+from typing import Any
+
 import pytest
 import redis.asyncio
 from msgspec.structs import replace
 
+from contract.function_types import Append
 from contract.functions import Functions
-from contract.jobs import Job
+from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.pauses import PauseLine, Pauses
-from contract.residence import MARK_BYTES, prefix_marks
+from contract.residence import marks_of
 from tests.clock import clock_key
-from tests.contract.some_calls import make_job
+from tests.contract.some_calls import make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -19,17 +22,16 @@ IDS = tuple(range(300))
 
 
 @pytest.fixture
-async def job(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Job:
-    """Its prompt lies at the worker w1."""
+async def job(functions: Functions) -> Job:
+    """The worker w1 has computed its prompt."""
     await functions.heartbeat("w1", MODEL, [], lease_s=9.0, info="{}")
-    await hold(redis_client, keys, "w1", TENANT)
-    return replace(make_job(TENANT), model=MODEL, lane="standard")
-
-
-async def hold(client: redis.asyncio.Redis, keys: Keys, worker: str, tenant: str) -> None:
-    marks = prefix_marks(tenant, IDS[:200])
-    cut = (marks[i : i + MARK_BYTES] for i in range(0, len(marks), MARK_BYTES))
-    await client.hset(keys.of("at", MODEL), mapping=dict.fromkeys(cut, worker))
+    job = replace(make_job(TENANT), prompt_ids=IDS[:200])
+    await functions.submit(job, make_submission(marks=marks_of(job)))
+    terms: dict[str, Any] = {"lease_s": 9.0, "max_jobs": 1, "max_tokens": 999}
+    [claimed] = await functions.claim("w1", MODEL, [job.lane], **terms, prompt_token_s=1e-3)
+    item = Append(job.id, claimed.epoch, 1, tokens(0, 7), 1, JobStatus.SUCCEEDED)
+    await functions.append("w1", [item], lease_s=9.0)
+    return job
 
 
 async def leave(

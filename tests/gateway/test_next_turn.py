@@ -18,7 +18,6 @@ from contract.jobs import FinishReason, Job
 from contract.keys import Keys
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ToolFormat
-from contract.residence import MARK_BYTES, prefix_marks
 from gateway.follow.sync_call import TIME_LEFT, SyncCall, TimeLimit
 from gateway.prepare.next_turn import MIN_TOKENS, then_warmed
 from gateway.prepare.revocation import KEY
@@ -82,7 +81,7 @@ class Conversation:
     """One worker's calls in one API, by a gateway of its own, which has ended with `ended`."""
 
     def __init__(self, client: redis.asyncio.Redis, functions: Functions, keys: Keys) -> None:
-        self.worker = FakeWorker(functions)
+        self.worker = FakeWorker(functions, prompt_token_s=1e-3)
         self._redis = client
         self._keys = keys
 
@@ -96,10 +95,6 @@ class Conversation:
         """Its job, of whose prompt the worker has the cache, and its answer."""
         asking = asyncio.create_task(http.post(f"/v1/{api}", json=body))
         claimed = await self.worker.claim()
-        marks = prefix_marks(claimed.job.tenant, claimed.job.prompt_ids)
-        cut = (marks[i : i + MARK_BYTES] for i in range(0, len(marks), MARK_BYTES))
-        held = dict.fromkeys(cut, self.worker.incarnation)
-        await self._redis.hset(self._keys.of("at", MODEL), mapping=held)  # type: ignore[arg-type]
         await self.worker.run(claimed, lambda _: events)
         answer = await asking
         assert answer.status_code == 200, answer.text
