@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.jobs import Job
 from infra.embedded_redis import EmbeddedRedis
-from tests.fakes import HashModelOptions, encode_text
+from tests.fakes import HashModelOptions, encode_text, expected_output, output_text
 from tests.fleet import Caller, fleet, until
+from tests.gateway.conftest import Gateways, answered, gateways, until_listed  # noqa: F401
 from tests.workers.test_room import READY, start
 from tests.workers.test_supervisor import assert_exact
 from workers.ipc.messages import EngineLoad, EngineOptions, JobFailed, Request, StopJob, TokenOut
@@ -245,3 +246,49 @@ async def test_what_is_computed_for_nobody_gives_way_and_dies_alone(
         second = await caller.submit(HISTORY + "y" * 1500, max_tokens=2)
         assert_exact(second, await caller.answer(second), SLOW)
         assert await worth(caller) == {}
+
+
+OTHERWISE = (
+    "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}"
+    "{{ message.content | upper }}{% else %}{{ message.content }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TALKS = HashModelOptions(max_model_len=4096, num_blocks=512, eos_rate=1 / 200)
+
+
+@pytest.mark.parametrize("warms", [False, True])
+async def test_the_next_turn_of_a_chat_computes_less(
+    caller: Caller, redis_server: EmbeddedRedis, gateways: Gateways, warms: bool
+) -> None:
+    """Where the template writes answers otherwise, the cache ends before the answer; with warming
+    it has it. The second answer is the same."""
+    async with fleet(redis_server.url, 1, TALKS), gateways(warms_next_turn=warms) as http:
+        await is_told(caller)
+        await until_listed(http, {"m"})
+        messages = [{"role": "user", "content": HISTORY + "2"}]
+        body: dict[str, Any] = {"model": "m", "temperature": 0, "chat_template": OTHERWISE}
+        first = await answered(
+            http, "/v1/chat/completions", body | {"max_tokens": 2000}, messages=messages
+        )
+        [choice] = first["choices"]
+        assert choice["finish_reason"] == "stop"
+        num_said = len(choice["message"]["content"].encode())
+        assert num_said > 100
+
+        async def is_warm() -> bool:
+            return bool(await worth(caller, "default"))
+
+        if warms:
+            await until(is_warm)
+        messages += [choice["message"], {"role": "user", "content": "and then?"}]
+        answer = await http.post(
+            "/v1/chat/completions", json=body | {"messages": messages, "max_tokens": 8}
+        )
+        found = await caller.functions.read(answer.headers["x-job-id"], "default")
+    assert found is not None
+    [run] = found[0].runs
+    num_computed = sum(mark.num_tokens for mark in run.marks)
+    assert (num_computed < num_said) is warms
+    said, _ = expected_output(found[0].job.prompt_ids, found[0].job.params, eos_rate=1 / 200)
+    assert answer.json()["choices"][0]["message"]["content"] == output_text(said)
