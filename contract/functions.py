@@ -199,22 +199,11 @@ class Functions(Partition):
         words = job.model, job.tenant, job.lane, marks_of(job), num_known, encode(job.prompt_ids)
         return bool(await self._call("warm", *words, int(lives_s * 1000)))
 
-    async def warm_take(
-        self, incarnation: str, model: str, worth: Mapping[str, tuple[int, int]]
-    ) -> tuple[float, str, tuple[int, ...], int] | None:
-        """Takes what `warm` left, if there is something: seconds to its end, tenant, token ids and
-        how many of them are computed. `worth`: by tenant, the tokens computed so since the last
-        call, and those that were of use. Not repeated when the reply is lost."""
-        words: list[Word] = []
-        for tenant, (num_tokens, num_used) in worth.items():
-            words += [tenant, num_tokens, num_used]
-        reply = await self._call("warm_take", incarnation, model, *words, is_repeated=False)
-        with wire_errors("prompt to warm"):
-            if not reply:
-                return None
-            raw_tenant, end_ms, num_known, raw = reply
-            token_ids = msgspec.msgpack.decode(raw, type=tuple[int, ...])
-            return end_ms / 1000, raw_tenant.decode(), token_ids, num_known
+    async def warm_take(self, incarnation: str, model: str, worth: Sequence[Word]) -> list[Any]:
+        """Takes what `warm` left: tenant, ms to its end, computed tokens, token ids. `worth`: as in
+        warm_take.lua. Not repeated when the reply is lost."""
+        words = incarnation, model, *worth
+        return cast("list[Any]", await self._call("warm_take", *words, is_repeated=False))
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

@@ -196,8 +196,7 @@ class GatewaySettings(BaseSettings):
     )
     warms_next_turn: bool = _set(
         False,
-        "whether idle workers compute what the next turn of a conversation likely begins with; "
-        "needs `BATCHWAY_PREFERS_CACHED`, has no effect on Lambda",
+        "whether idle workers compute what likely begins the next turn; needs `prefers_cached`",
     )
     object_min_bytes: PositiveInt = _set(16 * 1024, "shorter prompts stay in Redis")
     result_url_s: PositiveFloat = _set(3_600.0, "how long a `result_url` is valid")

@@ -1,9 +1,6 @@
 """What the next turn of a conversation will begin with: its messages with the answer, as the chat
-template renders them before what the user or a tool says next.
-
-Where that differs from prompt and output, as templates leave reasoning out and write calls in
-another form, a worker computes it before it is asked for (workers/supervisor/warming.py).
-"""
+template renders them before what the user or a tool says next. Where that differs from prompt and
+output, as templates leave reasoning out and write calls in another form, it is left to a worker."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,22 +24,22 @@ log = logging.getLogger("batchway.gateway")
 MIN_TOKENS = 64  # that are worth a call of Redis
 _ENDS = ([FinishReason.STOP], [FinishReason.TOOL_CALLS])
 
-ToChat = Callable[[], ChatBody]  # of a call; may raise ApiError
 
-
-def then_warmed(response: Response, call: SyncCall, chat: ToChat, ids: str = "call") -> Response:
-    """The response, after whose last byte the next turn of the call is warmed. `ids`: what the ids
-    of its calls begin with."""
+def then_warmed(
+    response: Response, call: SyncCall, chat: Callable[[], ChatBody], ids: str = "call"
+) -> Response:
+    """The response, after whose last byte the next turn of the call is warmed. `chat`: of the call;
+    `ids`: what the ids of its functions' calls begin with."""
     if call.deltas is not None:
         response.background = BackgroundTask(_warm, call, chat, ids)
     return response
 
 
-async def _warm(call: SyncCall, chat: ToChat, ids: str) -> None:
+async def _warm(call: SyncCall, chat: Callable[[], ChatBody], ids: str) -> None:
     deltas, job, broker = call.deltas or [], call.job, call.gateway.broker
     is_whole = [delta.finish_reason for delta in deltas if delta.finish_reason] in _ENDS
     is_text = job.prompt_ids and job.num_choices == 1 and not job.num_image_tokens
-    if not (is_whole and is_text and broker.may_warm(job)):
+    if not (is_whole and is_text) or (job.tenant, job.model) in broker.unwarmed:
         return
     try:
         key = call.request.scope["state"].get(KEY)

@@ -32,7 +32,6 @@ from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter
 from gateway.prepare.next_turn import then_warmed
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
 from gateway.prepare.response_jobs import prepare_response, to_messages
-from gateway.prepare.schemas import ChatBody
 from gateway.prepare.unsupported import ignored_header
 from gateway.routes.calls import (
     EVENTS,
@@ -143,18 +142,15 @@ async def create_response(
     if body.background and not body.stream:
         shown = await shown_response(gateway, response_id(call.job), caller.tenant)
         return sse.json_response(shown, headers=call.headers | call.timing.headers())
-
-    def chat() -> ChatBody:
-        return body.chat(to_messages(record.items))
-
     with call.named_errors():
         if body.stream:
-            return then_warmed(await _stream(call, record), call, chat)
-        try:
-            answer = await answer_whole(call, whole_response(call, record))
-            return then_warmed(answer, call, chat)
-        finally:
-            await _forget_unstored(call, record)
+            answer = await _stream(call, record)
+        else:
+            try:
+                answer = await answer_whole(call, whole_response(call, record))
+            finally:
+                await _forget_unstored(call, record)
+        return then_warmed(answer, call, lambda: body.chat(to_messages(record.items)))
 
 
 @router.post("/v1/responses/input_tokens", responses=answers(415))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import redis.asyncio
 from msgspec.structs import replace
@@ -41,8 +42,8 @@ async def leave(
 
 
 async def taken(functions: Functions, worker: str = "w1") -> tuple[int, ...] | None:
-    found = await functions.warm_take(worker, MODEL, {})
-    return found and found[2]
+    found = await functions.warm_take(worker, MODEL, [])
+    return msgspec.msgpack.decode(found[3], type=tuple[int, ...]) if found else None
 
 
 async def test_the_worker_that_holds_the_beginning_gets_it_once(
@@ -51,10 +52,9 @@ async def test_the_worker_that_holds_the_beginning_gets_it_once(
     """And no other, with what is computed and how long it lives."""
     await leave(functions, job)
     assert await taken(functions, "w2") is None
-    found = await functions.warm_take("w1", MODEL, {})
-    assert found is not None
-    assert found[1:] == (TENANT, IDS, 200)
-    assert 0.0 < found[0] <= LIVES_S
+    tenant, end_ms, num_known, ids = await functions.warm_take("w1", MODEL, [])
+    assert (tenant, num_known, msgspec.msgpack.decode(ids)) == (b"t", 200, [*IDS])
+    assert 0 < end_ms <= 1000 * LIVES_S
     assert await taken(functions) is None
 
 
@@ -114,6 +114,6 @@ async def test_a_tenant_of_whose_warmed_tokens_few_are_of_use_is_told_of(
     functions: Functions, job: Job, tokens: int, used: int, is_wasted: bool
 ) -> None:
     """Summed over calls and workers, once there are enough, of the last hour; by tenant."""
-    await functions.warm_take("w1", MODEL, {TENANT: (tokens - 100, 0), "other": (10**6, 0)})
-    await functions.warm_take("w2", MODEL, {TENANT: (100, used)})
+    await functions.warm_take("w1", MODEL, [TENANT, tokens - 100, 0, "other", 10**6, 0])
+    await functions.warm_take("w2", MODEL, [TENANT, 100, used])
     assert await leave(functions, job) is is_wasted

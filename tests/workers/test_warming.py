@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from contract.codec import encode
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.jobs import Job
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, encode_text, expected_output, output_text
 from tests.fleet import Caller, fleet, until
-from tests.gateway.conftest import Gateways, answered, gateways, until_listed  # noqa: F401
+from tests.gateway.conftest import answered, gateway_client, until_listed
 from tests.workers.test_room import READY, start
 from tests.workers.test_supervisor import assert_exact
 from workers.ipc.messages import EngineLoad, EngineOptions, JobFailed, Request, StopJob, TokenOut
@@ -28,12 +29,12 @@ class Sides:
 
     def __init__(self, *prompts: tuple[int, ...]) -> None:
         self.prompts = list(prompts)
-        self.worth: list[dict[str, tuple[int, int]]] = []
+        self.worth: list[Any] = []
         self.sent: list[Any] = []
 
-    async def warm_take(self, worth: dict[str, tuple[int, int]]) -> Any:
+    async def warm_take(self, worth: list[str | int]) -> list[Any]:
         self.worth.append(worth)
-        return (3.0, "t", self.prompts.pop(0), 60) if self.prompts else None
+        return [b"t", 3000, 60, encode(self.prompts.pop(0))] if self.prompts else []
 
     def send(self, messages: list[Any]) -> None:
         self.sent += messages
@@ -43,7 +44,7 @@ def made(sides: Sides) -> tuple[Warming, Holding]:
     engine: Any = EngineLink(EngineOptions(model_path="hash"), client=sides, ready=READY)  # type: ignore[arg-type]
     holding = Holding(engine)
     warming = Warming(sides, holding)  # type: ignore[arg-type]
-    warming.is_offered = True
+    holding.has_warm_offer = True
     return warming, holding
 
 
@@ -63,7 +64,7 @@ async def test_prompts_are_computed_one_after_another() -> None:
         assert holding.wake.is_set(), "for the next one"
     await warming.begin()
     await warming.begin()  # nothing is offered any more
-    assert sides.worth == [{}, {"t": (40, 0)}, {"t": (40, 0)}]
+    assert sides.worth == [[], ["t", 40, 0], ["t", 40, 0]]
     assert not sides.sent
 
 
@@ -76,7 +77,7 @@ async def test_a_worker_with_a_job_takes_nothing() -> None:
     holding.drop(held)
     holding.engine.ready, ready = None, holding.engine.ready
     await warming.begin()
-    holding.engine.ready, warming.is_offered = ready, False
+    holding.engine.ready, holding.has_warm_offer = ready, False
     await warming.begin()
     assert sides.worth == []
 
@@ -92,7 +93,7 @@ async def test_the_job_that_comes_goes_first() -> None:
     assert warming.job_id == ""
     holding.clear()
     await warming.begin()
-    assert sides.worth == [{}, {}]
+    assert sides.worth == [[], []]
 
 
 async def test_what_later_prompts_begin_with_is_counted_once() -> None:
@@ -106,7 +107,7 @@ async def test_what_later_prompts_begin_with_is_counted_once() -> None:
         warming.give_way(replace(job, prompt_ids=prompt_ids, tenant=tenant))
     holding.clear()
     await warming.begin()
-    assert sides.worth[1:] == [{"t": (40, 40)}]
+    assert sides.worth[1:] == [["t", 40, 0, "t", 0, 40]]
 
 
 async def test_a_failure_ends_it_and_nothing_else() -> None:
@@ -121,9 +122,9 @@ async def test_a_failure_ends_it_and_nothing_else() -> None:
     await warming.begin()
     holding.engine.ready = ready
     warming.give_way(start(holding, "job", tenant="t").job)
-    assert sides.worth == [{}, {}]
+    assert sides.worth == [[], []]
 
-    async def away(worth: object) -> None:
+    async def away(worth: list[str | int]) -> list[Any]:
         raise BrokerUnavailable("away")
 
     holding.clear()
@@ -259,11 +260,14 @@ TALKS = HashModelOptions(max_model_len=4096, num_blocks=512, eos_rate=1 / 200)
 
 @pytest.mark.parametrize("warms", [False, True])
 async def test_the_next_turn_of_a_chat_computes_less(
-    caller: Caller, redis_server: EmbeddedRedis, gateways: Gateways, warms: bool
+    caller: Caller, redis_server: EmbeddedRedis, warms: bool
 ) -> None:
     """Where the template writes answers otherwise, the cache ends before the answer; with warming
     it has it. The second answer is the same."""
-    async with fleet(redis_server.url, 1, TALKS), gateways(warms_next_turn=warms) as http:
+    async with (
+        fleet(redis_server.url, 1, TALKS),
+        gateway_client(redis_server.url, warms_next_turn=warms) as http,
+    ):
         await is_told(caller)
         await until_listed(http, {"m"})
         messages = [{"role": "user", "content": HISTORY + "2"}]
@@ -290,5 +294,7 @@ async def test_the_next_turn_of_a_chat_computes_less(
     [run] = found[0].runs
     num_computed = sum(mark.num_tokens for mark in run.marks)
     assert (num_computed < num_said) is warms
-    said, _ = expected_output(found[0].job.prompt_ids, found[0].job.params, eos_rate=1 / 200)
+    said, _ = expected_output(
+        found[0].job.prompt_ids, found[0].job.params, max_model_len=4096, eos_rate=1 / 200
+    )
     assert answer.json()["choices"][0]["message"]["content"] == output_text(said)

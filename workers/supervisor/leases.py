@@ -22,7 +22,6 @@ from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import WorkerBroker, make_card
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class LeaseKeeper:
     _holding: Holding
     _publisher: Publisher
     _meter: Meter
-    _warming: Warming
     _drain: Drain
     _on_drain_order: Callable[[], None]
 
@@ -185,7 +183,7 @@ class LeaseKeeper:
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
                 case ["warm"]:
-                    self._warming.is_offered = True
+                    self._holding.has_warm_offer = True
                     self._holding.wake.set()
                 case ["drain"]:
                     self._on_drain_order()

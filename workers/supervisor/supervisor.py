@@ -82,8 +82,7 @@ class Supervisor:
         self._warming = Warming(self._broker, self._holding)
         parts = (settings, self._broker, self._engine, self._holding, self._publisher, self._meter)
         self._keeper = EngineKeeper(*parts, self._warming)
-        order = self._drain, lambda: self.drain("order")
-        self._leases = LeaseKeeper(*parts, self._warming, *order)
+        self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
         self._claims = Claims(settings, self._broker, self._holding)

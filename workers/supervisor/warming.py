@@ -1,13 +1,12 @@
-"""Computes what next prompts likely begin with, while the worker has no job.
-
-It asks the engine for one output token, so that its prefix cache has the prompt, and stops when a
-job comes. Nothing of it is logged, nor counted with jobs.
-"""
+"""Computes what next prompts likely begin with, while the worker has no job: asks the engine for
+one output token, so that its prefix cache has the prompt. Nothing of it is logged or counted with
+jobs."""
 
 import contextlib
 import secrets
 from dataclasses import dataclass
 
+import msgspec
 from cachetools import LRUCache
 
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
@@ -18,9 +17,8 @@ from workers.supervisor.holding import Holding
 from workers.supervisor.worker_broker import WorkerBroker
 
 _PREFIX = "warm-"  # of the ids by which the engine knows them
-_MAX_REMEMBERED = 32
 _PARAMS = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_NONE = "", (), 0
+_decode_ids = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 
 
 @dataclass(eq=False)
@@ -32,29 +30,28 @@ class Warming:
 
     def __post_init__(self) -> None:
         self.job_id = ""
-        self.is_offered = False
-        self._prompt: tuple[str, tuple[int, ...], int] = _NONE  # tenant, token ids, computed before
+        self._prompt: tuple[str, tuple[int, ...], int]  # tenant, token ids, computed before
         # Tenant, length and hash of computed prompts -> tokens of them that were computed here.
-        self._remembered: LRUCache[tuple[str, int, int], int] = LRUCache(_MAX_REMEMBERED)
-        self._worth: dict[str, tuple[int, int]] = {}  # as Functions.warm_take has it
+        self._remembered: LRUCache[tuple[str, int, int], int] = LRUCache(32)
+        self._worth: list[str | int] = []  # as Functions.warm_take has it
 
     async def begin(self) -> None:
         """Takes a prompt, if one is offered and the worker is idle."""
-        engine = self._holding.engine
-        if engine.ready is None:  # the engine has died, with its cache
+        holding = self._holding
+        if holding.engine.ready is None:  # the engine has died, with its cache
             self.job_id = ""
             self._remembered.clear()
-        elif self.is_offered and not self.job_id and not self._holding.jobs:
-            found, worth, self._worth = None, self._worth, {}
+        elif holding.has_warm_offer and not self.job_id and not holding.jobs:
+            found, worth, self._worth = [], self._worth, []
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 found = await self._broker.warm_take(worth)
-            self.is_offered = found is not None
-            if found is not None and not self._holding.jobs:
-                end_s, tenant, token_ids, num_known = found
-                self.job_id = _PREFIX + secrets.token_hex(8)
-                self._prompt = tenant, token_ids, num_known
-                of_job = self.job_id, 0, tenant, WARM.name, (token_ids,), _PARAMS, ((),), (False,)
-                engine.send([Request(*of_job, deadline_s=end_s)])
+            holding.has_warm_offer = bool(found)
+            if found and not holding.jobs:
+                raw_tenant, end_ms, num_known, raw = found
+                self.job_id, tenant = _PREFIX + secrets.token_hex(8), raw_tenant.decode()
+                self._prompt = tenant, (ids := _decode_ids(raw)), num_known
+                of_job = self.job_id, 0, tenant, WARM.name, (ids,), _PARAMS, ((),), (False,)
+                holding.engine.send([Request(*of_job, deadline_s=end_ms / 1000)])
 
     def end(self, message: object = None) -> None:
         """The engine has computed the current prompt, if the message is a token."""
@@ -62,7 +59,7 @@ class Warming:
         if isinstance(message, TokenOut):
             num_tokens = len(token_ids) - num_before
             self._remembered[tenant, len(token_ids), hash(token_ids)] = num_tokens
-            self._count(tenant, num_tokens, 0)
+            self._worth += [tenant, num_tokens, 0]
         self._holding.wake.set()  # for the next one
 
     def give_way(self, job: Job) -> None:
@@ -70,17 +67,13 @@ class Warming:
         if self.job_id:
             self._holding.engine.send([StopJob(self.job_id, 0)])
             self.end()
-        for key in list(self._remembered):
-            tenant, num_tokens, hashed = key
+        for tenant, num_tokens, hashed in list(self._remembered):
             if tenant == job.tenant and hash(job.prompt_ids[:num_tokens]) == hashed:
-                self._count(tenant, 0, self._remembered.pop(key))
+                num_used = self._remembered.pop((tenant, num_tokens, hashed))
+                self._worth += [tenant, 0, num_used]
 
     def hide_step(self, load: EngineLoad) -> None:
         """Takes the counts out of a step that computed no job's tokens."""
         running = self._holding.engine.running
         if running and all(job_id.startswith(_PREFIX) for job_id in running):
             load.num_step_tokens = load.num_running = 0
-
-    def _count(self, tenant: str, num_tokens: int, num_used: int) -> None:
-        before = self._worth.get(tenant, (0, 0))
-        self._worth[tenant] = before[0] + num_tokens, before[1] + num_used

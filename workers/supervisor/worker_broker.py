@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import redis.asyncio
 from msgspec.structs import replace
@@ -129,9 +130,7 @@ class WorkerBroker:
             self._note_renewal(sent_s)
         return claimed
 
-    async def warm_take(
-        self, worth: Mapping[str, tuple[int, int]]
-    ) -> tuple[float, str, tuple[int, ...], int] | None:
+    async def warm_take(self, worth: Sequence[str | int]) -> list[Any]:
         """As Functions.warm_take."""
         model = self._settings.served_model_name
         return await self._functions.warm_take(self.incarnation, model, worth)
