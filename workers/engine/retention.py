@@ -79,9 +79,9 @@ class Retention:
     def end(self, sequence: Sequence) -> list[bytes]:
         """Ends the pause after which a starting sequence goes on, if any. Returns keys let go."""
         for pause in reversed(self._pauses):
-            is_longer = sequence.num_prompt > pause.compared.stop + _NUM_OPENING
-            is_equal = sequence.token_ids[pause.compared] == pause.compared_ids
-            if sequence.tenant == pause.tenant and is_longer and is_equal:
+            num_prompt = pause.compared.stop + _NUM_OPENING
+            is_longer = sequence.tenant == pause.tenant and sequence.num_prompt > num_prompt
+            if is_longer and sequence.token_ids[pause.compared] == pause.compared_ids:
                 del self._pauses[pause]
                 if (length_s := self._now_s - pause.begun_s) <= _MOST_S:
                     self._lengths_s[pause.tenant].append(length_s)

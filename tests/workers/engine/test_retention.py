@@ -1,6 +1,7 @@
 """Blocks of a session whose tool runs stay for as long as its tenant's pauses have taken, within a
 bound, and cost no other job anything."""
 
+from collections import Counter
 from itertools import count
 
 import pytest
@@ -180,13 +181,16 @@ def test_a_job_that_needs_retained_blocks_gets_them_at_once() -> None:
 def test_over_random_traces_others_are_reused_first(
     turns: list[tuple[str, str, bool, bool, float]], num_blocks: int, num_kept_states: int | None
 ) -> None:
-    """And tokens are those without retention. `Harness.step` audits the bound and the blocks."""
+    """And tokens are those without retention. `Harness.step` audits which blocks are retained."""
     sessions = Sessions(Sizes(num_blocks=num_blocks, num_kept_states=num_kept_states))
     blocks = sessions.harness.engine._blocks
     for name, tenant, calls_tool, keeps, seconds in turns:
         if len(sessions._histories.get(f"{tenant} {name}", ())) <= 20:
             sessions.turn(f"{tenant} {name}", tenant, calls_tool=calls_tool, keeps=keeps)
         sessions.wait(seconds)
+        pauses = blocks.retention._pauses
+        assert blocks.retention.keys == Counter(key for pause in pauses for key in pause.keys)
+        assert len(blocks.retention.keys) == blocks.retention._num_keys.total() <= num_blocks // 2
     assert_oracle(sessions.harness, sessions.requests)
     num_retained, num_others = sessions.num_retained, blocks.num_free - len(blocks.retained_ids)
     for num_taken in range(1, num_blocks + 1):
