@@ -104,12 +104,20 @@ def test_short_pauses_are_learnt_and_long_ones_are_bounded() -> None:
     assert sessions.num_retained == 0
     for number in range(64):
         sessions.turn(f"l{number}", "ada")
-        sessions.wait(500.0 if number < 32 else 3600.0)
+        sessions.wait(500.0)
         sessions.turn(f"l{number}", "ada", calls_tool=False)
     sessions.turn("bounded", "ada")
     sessions.wait(599.0)
     assert sessions.num_retained > 0
     sessions.wait(2.0)
+    assert sessions.num_retained == 0
+
+
+def test_a_pause_of_more_than_ten_minutes_teaches_nothing() -> None:
+    sessions = Sessions()
+    pause(sessions, "over night", 30_000.0)
+    sessions.turn("next", "ada")
+    sessions.wait(31.0)
     assert sessions.num_retained == 0
 
 
@@ -125,11 +133,14 @@ def test_an_idle_engine_wakes_when_a_retention_ends() -> None:
 
 
 def test_a_new_session_with_the_same_beginning_ends_no_pause() -> None:
+    """Nor does the very prompt of another tenant."""
     sessions = Sessions()
     sessions.turn("session", "ada")
     assert sessions.num_retained == 4
     found = sessions.serve((*b"sess", *range(16)), "ada")
     assert (found, sessions.num_retained) == (4, 4)
+    sessions.serve((*sessions.requests[0].prompts[0], 1), "bob")
+    assert sessions.num_retained == 4
 
 
 def test_a_turn_that_calls_no_tool_lets_its_session_go() -> None:
