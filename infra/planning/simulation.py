@@ -7,7 +7,7 @@ pool of workers is sized by infra.aws.pool_service.
 Two things are simplified. A worker reports a job's tokens at its first one, at each heartbeat,
 before a death and at its end, not at each step. A job that is submitted wakes one worker after
 another, at random, until the job is taken; in production all try at once, and the others find
-nothing.
+nothing. A session ends with a turn that is not answered.
 """
 
 import dataclasses
@@ -27,9 +27,10 @@ from gateway.prepare.calls import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
 from infra.aws.workforce import OtherScaler
+from infra.planning.engine import OUTPUT_ID
 from infra.planning.outcome import SimulationOutcome
 from infra.planning.queue import VirtualQueue, done
-from infra.planning.traces import Arrival, prompt_of
+from infra.planning.traces import Arrival, next_turn, prompt_of
 from infra.planning.worker import MODEL, Fleet, SimulatedJob, Worker
 from infra.pool import PoolPolicy
 from workers.engine.sequence import RequestRefused
@@ -65,6 +66,7 @@ class _Call:
 
     arrival: Arrival
     arrival_s: float
+    prompt_ids: tuple[int, ...]
     first_s: float | None = None
 
 
@@ -130,7 +132,7 @@ class Simulation:
         and the number of arrivals."""
         coming = iter(arrivals)
         first = list(itertools.islice(coming, 1))
-        if first and not first[0].blocks:  # no prompt is like another: a cache would fill in vain
+        if first and not (first[0].blocks or first[0].session):  # a cache would fill in vain
             options = replace(self.fleet.options, prefix_caching=False)
             self.fleet = dataclasses.replace(self.fleet, options=options)
         fleet = self.fleet
@@ -186,8 +188,11 @@ class Simulation:
             self._at(arrival.arrival_s, self._arrive, arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.outcome.num_arrivals += 1
         self._next_arrival()
+        self._begin_turn(arrival)
+
+    def _begin_turn(self, arrival: Arrival) -> None:
+        self.outcome.num_arrivals += 1
         self._submit(arrival, self.now_s, 0)
 
     def _submit(self, arrival: Arrival, arrival_s: float, num_tried: int) -> None:
@@ -207,7 +212,7 @@ class Simulation:
             reason = refusal.limit or str(refusal.code)
             self._refuse(arrival, arrival_s, num_tried, reason, refusal.retry_after_s)
             return
-        self._calls[job.id] = _Call(arrival, arrival_s)
+        self._calls[job.id] = _Call(arrival, arrival_s, job.prompt_ids)
         heapq.heappush(self._deadlines, (self.now_s + submission.deadline_s, job.id))
         self._num_waiting += 1
         wake_s = self._rng.choice(self.fleet.wakes_s)
@@ -264,7 +269,11 @@ class Simulation:
         if state == JobStatus.SUCCEEDED:
             first_s = call.first_s if call.first_s is not None else self.now_s
             spent = arrival.lane, arrival.tenant, call.arrival_s, first_s, self.now_s
-            self.outcome.answered(*spent, arrival.output_tokens)
+            is_later = bool(arrival.history)
+            self.outcome.answered(*spent, arrival.output_tokens, is_later=is_later)
+            if (turn := next_turn(arrival, call.prompt_ids, OUTPUT_ID)) is not None:
+                self._num_coming += 1
+                self._at(self.now_s + turn.arrival_s, self._begin_turn, turn)
         self._is_last()
 
     def _is_last(self) -> None:
@@ -368,7 +377,7 @@ class Simulation:
         call, job = self._calls[claimed.job.id], SimulatedJob(claimed)
         if claimed.epoch > 1:
             self.outcome.num_resumes += 1
-            num_known = call.arrival.prompt_tokens + claimed.num_logged_tokens
+            num_known = claimed.job.num_prompt_tokens + claimed.num_logged_tokens
             self.outcome.num_recomputed_tokens += num_known if claimed.num_logged_tokens else 0
         worker.holding.start(job)
         if call.arrival.output_tokens < call.arrival.cap:
@@ -419,6 +428,8 @@ class Simulation:
         second.busy_s += report.step_s
         second.sequence_s += report.step_s * report.num_step_seqs
         second.num_tokens += len(report.outputs)
+        self.outcome.num_looked_up += report.num_prefix_queries
+        self.outcome.num_found += report.num_prefix_hits
         frees, changed = False, list[SimulatedJob]()
         jobs, calls = worker.jobs, self._calls
         for out in report.outputs:
