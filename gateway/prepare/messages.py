@@ -1,5 +1,7 @@
 """The body of Anthropic's POST /v1/messages, and the chat that it asks for."""
 
+import hashlib
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -55,6 +57,10 @@ class Source(StrictModel):
         return {"url": self.url, "file_id": self.file_id}
 
 
+# Where it is, the conversation is a session.
+CacheControl = Annotated[dict[str, Any] | None, Field(max_length=16)]
+
+
 class Part(StrictModel):
     """A text or an image."""
 
@@ -63,6 +69,7 @@ class Part(StrictModel):
     type: str = Field(json_schema_extra={"enum": [*kinds]})
     text: str | None = None
     source: Source | None = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -128,6 +135,7 @@ class ToolParam(StrictModel):
     description: schemas.Description | None = None
     input_schema: Schema
     strict: bool | None = None
+    cache_control: CacheControl = None
 
     def of_chat(self) -> dict[str, Any]:
         function = {name: getattr(self, name) for name in ("name", "description", "strict")}
@@ -188,6 +196,9 @@ class PromptBody(CallFields):
         BeforeValidator(lambda tier: "default" if tier == "standard_only" else tier),
     ] = Field(None, description="also `standard_only`; `priority` is the lane `interactive`")
     metadata: dict[str, Any] | None = Field(None, max_length=16, description="checked, ignored")
+    cache_control: CacheControl = Field(
+        None, description="here, or of blocks: calls of this conversation prefer one worker"
+    )
     context_management: dict[str, Any] | None = Field(None, max_length=16, description="ignored")
     diagnostics: dict[str, Any] | None = Field(None, max_length=16, description="ignored")
 
@@ -200,6 +211,11 @@ class PromptBody(CallFields):
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
         fields |= {"messages": self._chat_messages(), "priority": self.priority}
+        if self._is_cached():
+            # What its later calls also begin with.
+            roles = [message["role"] for message in fields["messages"]]
+            first = fields["messages"][: 1 + roles.index("user")] if "user" in roles else []
+            fields["prompt_cache_key"] = hashlib.sha256(to_json(first)).hexdigest()
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
         fields["reasoning_effort"] = config.effort
@@ -215,6 +231,11 @@ class PromptBody(CallFields):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         with schemas.renamed(_NAMES, most=1):
             return schemas.validated_chat(fields)
+
+    def _is_cached(self) -> bool:
+        blocks = itertools.chain(*(message.content for message in self.messages))
+        parts = itertools.chain[Part | ToolParam](self.system or (), self.tools or (), blocks)
+        return any(each.cache_control is not None for each in (self, *parts))
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         """Turns of one role that follow each other become one, as Anthropic's do."""
