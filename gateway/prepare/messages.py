@@ -16,7 +16,14 @@ from gateway.prepare.calls import prepare_call
 from gateway.prepare.generation import BUDGET
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_PARTS, MAX_TOOLS, CallId, ChatBody, Schema, ToolName
-from gateway.prepare.unsupported import CallFields, StrictModel, refusal, unsupported
+from gateway.prepare.unsupported import (
+    MAX_SESSION,
+    SESSION,
+    CallFields,
+    StrictModel,
+    refusal,
+    unsupported,
+)
 from gateway.state import Gateway
 
 # Parameter -> values without effect.
@@ -211,11 +218,7 @@ class PromptBody(CallFields):
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
         fields |= {"messages": self._chat_messages(), "priority": self.priority}
-        if self._is_cached():
-            # What its later calls also begin with.
-            roles = [message["role"] for message in fields["messages"]]
-            first = fields["messages"][: 1 + roles.index("user")] if "user" in roles else []
-            fields["prompt_cache_key"] = hashlib.sha256(to_json(first)).hexdigest()
+        fields["prompt_cache_key"] = self._session(fields["messages"])
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
         fields["reasoning_effort"] = config.effort
@@ -232,10 +235,18 @@ class PromptBody(CallFields):
         with schemas.renamed(_NAMES, most=1):
             return schemas.validated_chat(fields)
 
-    def _is_cached(self) -> bool:
+    def _session(self, messages: list[dict[str, Any]]) -> str | None:
+        """The session that the call names; where it has breakpoints, what its conversation begins
+        with, up to the first of the user."""
+        if self.prompt_cache_key or SESSION in (self.metadata or ()):
+            return self.prompt_cache_key or str((self.metadata or {})[SESSION])[:MAX_SESSION]
         blocks = itertools.chain(*(message.content for message in self.messages))
         parts = itertools.chain[Part | ToolParam](self.system or (), self.tools or (), blocks)
-        return any(each.cache_control is not None for each in (self, *parts))
+        if all(each.cache_control is None for each in (self, *parts)):
+            return None
+        roles = [message["role"] for message in messages]
+        first = messages[: 1 + roles.index("user")] if "user" in roles else messages[:1]
+        return hashlib.sha256(to_json(first)).hexdigest()
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         """Turns of one role that follow each other become one, as Anthropic's do."""

@@ -98,6 +98,7 @@ DESCRIPTIONS = _names(
 OF_MESSAGES = none_of("audio function_call refusal") | none_of("partial prefix", False)
 ROLES = frozenset({"function"})
 SESSION = "session"  # in metadata
+MAX_SESSION = 512  # characters
 PARTS = frozenset({"input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})
 _MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
@@ -279,7 +280,7 @@ class CallFields(StrictModel):
     user: str | None = Field(None, max_length=512, description="checked, ignored")
     safety_identifier: str | None = Field(None, max_length=512, description="checked, ignored")
     prompt_cache_key: str | None = Field(
-        None, max_length=512, description="a session: its calls prefer one worker"
+        None, max_length=MAX_SESSION, description="a session: its calls prefer one worker"
     )
     prompt_cache_retention: str | None = Field(None, max_length=64, description="checked, ignored")
     metadata: dict[str, str] | None = Field(
