@@ -43,7 +43,7 @@ from infra.embedded_redis import EmbeddedRedis
 from infra.planning.calibration import fleet_with
 from infra.planning.costs import Fitted
 from infra.planning.outcome import SimulationOutcome
-from infra.planning.simulation import Simulation
+from infra.planning.simulation import Part, Simulation
 from infra.planning.traces import Arrival, conversing, drawn
 from infra.tables import percentile, write
 from workers.ipc.messages import EngineOptions
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     names_sessions: bool = False
 
 
-_BLIND = {"BATCHWAY_FINDS_CACHED": "false"}
+_BLIND = {"BATCHWAY_PREFERS_CACHED": "false"}
 VARIANTS = {
     "claims do not look": Variant(_BLIND),
     "prefixes": Variant({}),
@@ -116,15 +116,14 @@ class Turn:
 
 
 def ideal_tokens(turns: Seq[Turn]) -> int:
-    """Tokens of prompts that were computed for an earlier call, as it began or as it had ended."""
+    """Tokens of prompts that were said before: in earlier calls, and in answers that had ended."""
     blocks, num_found = Blocks(), 0
-    moments = [(turn.first_s, turn.prompt_ids) for turn in turns]
-    moments += [(turn.ended_s, (*turn.prompt_ids, *turn.output_ids)) for turn in turns]
-    moments.sort()
+    ended = sorted((turn.ended_s, (*turn.prompt_ids, *turn.output_ids)) for turn in turns)
     for turn in sorted(turns, key=lambda turn: turn.sent_s):
-        while moments and moments[0][0] <= turn.sent_s:
-            blocks.add(moments.pop(0)[1])
+        while ended[0][0] <= turn.sent_s:
+            blocks.add(ended.pop(0)[1])
         num_found += blocks.num_found(turn.prompt_ids)
+        blocks.add(turn.prompt_ids)
     return num_found
 
 
@@ -207,7 +206,6 @@ class Round:
     found: float
     ideal: float
     num_computed: float
-    first_p50_s: float
     later_p50_s: float
     later_p99_s: float
     tokens_per_s: float
@@ -305,13 +303,12 @@ def num_prompt_tokens(turns: Iterable[Turn]) -> int:
 
 def round_of(turns: Seq[Turn], others: Seq[Turn], num_found: float, wall_s: float) -> Round:
     num_all = num_prompt_tokens(turns)
-    firsts, laters = ([t.ttft_s for t in turns if t.is_later is which] for which in (False, True))
+    laters = [turn.ttft_s for turn in turns if turn.is_later]
     others_s = [(t.ended_s - t.first_s) / max(1, len(t.output_ids) - 1) for t in others]
     return Round(
         found=num_found / num_all,
         ideal=ideal_tokens(turns) / num_all,
         num_computed=num_all - num_found,
-        first_p50_s=percentile(firsts, 0.5) or 0.0,
         later_p50_s=percentile(laters, 0.5) or 0.0,
         later_p99_s=percentile(laters, 0.99) or 0.0,
         tokens_per_s=sum(len(t.output_ids) for t in (*turns, *others)) / wall_s,
@@ -324,17 +321,16 @@ def round_of(turns: Seq[Turn], others: Seq[Turn], num_found: float, wall_s: floa
 
 _COSTS = Fitted(0.01, 1e-4, 2e-8, 1e-10, num_blocks=8192, max_num_seqs=64)
 _SIMULATED = 16  # workers
-_RATE = 4.0  # conversations that begin in a second
 _FIRST, _ADDED, _SAID, _PAUSED_S = 2000, 200, 100, 2.0  # tokens of prompts, turns and answers
-_WITHOUT = {
+_WITHOUT: Mapping[str, tuple[Part, ...]] = {
     "claims do not look": ("residence",),
     "prefixes": ("sessions",),
     "prefixes, sessions": (),
 }
 
 
-def run_simulated(name: str, num: int, seed: int) -> Round:
-    firsts = drawn(num, _RATE, _FIRST, _SAID, 0.5, seed)
+def run_simulated(name: str, num: int, rate_per_s: float, seed: int) -> Round:
+    firsts = drawn(num, rate_per_s, _FIRST, _SAID, 0.5, seed)
     agents = list(conversing(firsts, _TURNS, _ADDED, _PAUSED_S, seed))
     until_s = agents[-1].arrival_s
     others = [Arrival(5.0 + i / 5, 500, 64, tenant="other") for i in range(int(5 * until_s))]
@@ -351,7 +347,6 @@ def run_simulated(name: str, num: int, seed: int) -> Round:
         found=outcome.num_found / num_all,
         ideal=sum(map(_in_histories, agents)) / num_all,
         num_computed=num_all - outcome.num_found,
-        first_p50_s=percentile(outcome.calls["standard", "default"].ttft_s, 0.5) or 0.0,
         later_p50_s=found["later_turns_ttft_s"]["p50"],
         later_p99_s=found["later_turns_ttft_s"]["p99"],
         tokens_per_s=found["output_tokens_per_s"],
@@ -377,7 +372,6 @@ _COLUMNS: Mapping[str, tuple[str, float, str]] = {  # of a Round: its heading, u
     "ideal": ("ideal", 100, ".1f %"),
     "of_ideal": ("found of ideal", 1, ".3f"),
     "num_computed": ("computed", 1, ",.0f"),
-    "first_p50_s": ("first turns, ms", 1000, ",.0f"),
     "later_p50_s": ("later turns p50, ms", 1000, ",.0f"),
     "later_p99_s": ("p99, ms", 1000, ",.0f"),
     "tokens_per_s": ("tokens/s", 1, ",.1f"),
@@ -428,6 +422,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--at-a-time", type=int, default=6, help="of real conversations")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=4.0, help="of simulated ones, in a second")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
     parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args()
@@ -436,7 +431,7 @@ def main() -> int:
     for number in range(given.rounds):
         for name, found in rounds.items():
             if given.measurement == "simulated":
-                found.append(run_simulated(name, given.conversations, number))
+                found.append(run_simulated(name, given.conversations, given.rate, number))
             else:
                 spoken = conversations_of(given.conversations, f"{number}", turns)
                 found.append(asyncio.run(run_real(VARIANTS[name], spoken, 2, given.at_a_time)))

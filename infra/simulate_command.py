@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import options as opts
-from infra.option_values import integer, number
+from infra.option_values import integer, names_of, number
 from infra.plan_command import DEVICE
 from infra.preconditions import check_extra
 from infra.tables import progress_line, table, write
@@ -99,6 +99,12 @@ _FLEET = {
     ),
 }
 _SHOWN = {
+    "without": opts.Option(
+        "left out, to compare: claims that look where content lies (residence), names of sessions "
+        "in calls (sessions)",
+        opts.Value(names_of(("residence", "sessions")), "NAMES"),
+        (),
+    ),
     "ttft": opts.Option(
         "goodput counts answers whose first token came within these ms",
         opts.Value(_POSITIVE, "MS"),
@@ -146,6 +152,7 @@ def run_simulate(options: argparse.Namespace) -> int:
             outcomes.SimulationOutcome(goal),
             seed=options.seed,
             retries=options.retries,
+            without=options.without,
         )
         found = run.run(arrivals, faults, _shown(options))
     took_s = time.monotonic() - started_s

@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from contract.errors import JobRefused
 from contract.function_types import Append, Blame, Claimed, Release, Submission, Verdict
 from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams
+from contract.residence import marks_of
 from gateway.prepare.calls import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
@@ -45,6 +46,8 @@ _MAX_RETRY_AFTER_S = 60.0  # openai's client then waits by itself
 _BACKOFF_S = 0.5, 8.0  # its first and its longest wait
 _WANTED_S = 600.0  # a refused caller may come again in so long
 
+# Claims that look where content lies; the names of sessions in calls.
+Part = Literal["residence", "sessions"]
 FaultKind = Literal["kill", "engine", "spot", "pause", "roll"]
 
 
@@ -86,7 +89,8 @@ class _Workforce(OtherScaler):
 
 
 class Simulation:
-    """One run. `retries`: how often callers come back after a refusal, as openai's client does."""
+    """One run. `retries`: how often callers come back after a refusal, as openai's client does;
+    `without`: parts that are left out, for a comparison."""
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class Simulation:
         *,
         seed: int = 1,
         retries: int = 0,
+        without: Collection[Part] = (),
     ) -> None:
         self.fleet = fleet
         self.now_s = 0.0
@@ -104,6 +109,7 @@ class Simulation:
         self.queue = VirtualQueue(url, lambda: int(1000 * (_EPOCH_S + self.now_s)))
         self._rng = random.Random(seed)
         self._retries = retries
+        self._without = without
         self._settings = GatewaySettings.from_env(redis_url=url)
         self._memory_bytes = self.queue.memory_bytes()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -232,7 +238,9 @@ class Simulation:
             prompt_ids=prompt_of(arrival, self._num_jobs),
             params=SamplingParams(max_tokens=arrival.cap, seed=1, temperature=0.0),
             created_s=int(_EPOCH_S + self.now_s),
+            session="" if "sessions" in self._without else arrival.session,
         )
+        looks = self.fleet.options.prefix_caching and "residence" not in self._without
         return job, Submission(
             max_output_tokens=arrival.cap,
             deadline_s=settings.job_deadline_s if is_async else settings.sync_deadline_s,
@@ -240,6 +248,7 @@ class Simulation:
             lane_bound_tokens=bound_tokens,
             lane_bound_s=bound_s,
             needs_worker=not is_async,
+            marks=marks_of(job) if looks else b"",
         )
 
     def _refuse(

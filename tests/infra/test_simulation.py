@@ -35,7 +35,7 @@ from infra.planning.costs import Fitted, fit_costs, read_costs
 from infra.planning.engine import OUTPUT_ID
 from infra.planning.outcome import Goal, SimulationOutcome
 from infra.planning.queue import VirtualQueue, done, virtual_library
-from infra.planning.simulation import Fault, Simulation
+from infra.planning.simulation import Fault, Part, Simulation
 from infra.planning.traces import (
     Arrival,
     Recorded,
@@ -317,14 +317,22 @@ def test_a_turn_comes_after_the_answer_before_it_and_repeats_it(
     assert len(submitted) == num_turns
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize(
+    ("num_workers", "without", "least", "most"),
+    [
+        (1, ("residence",), 1.0, 1.0),
+        (3, ("residence",), 0.1, 0.8),
+        (3, ("sessions",), 0.9, 1.0),
+        (3, (), 0.9, 1.0),
+    ],
+)
 def test_found_and_computed_tokens_are_all_of_the_prompts(
-    server: EmbeddedRedis, num_workers: int
+    server: EmbeddedRedis, num_workers: int, without: tuple[Part, ...], least: float, most: float
 ) -> None:
-    """One worker finds the whole history but its last token, in blocks; of several each finds what
-    itself has computed."""
+    """One worker finds the whole history but its last token, in blocks. Several find nearly all
+    of it if claims look where it lies; otherwise each finds what itself has computed."""
     firsts = sessions(30, 1)
-    found = run(server, firsts, fleet=fleet_of(num_workers)).as_dict()
+    found = run(server, firsts, fleet=fleet_of(num_workers), without=without).as_dict()
     num_all = num_shared = 0
     for first in firsts:
         turn: Arrival | None = first
@@ -335,10 +343,7 @@ def test_found_and_computed_tokens_are_all_of_the_prompts(
             num_before += turn.prompt_tokens + turn.output_tokens
             turn = turn.then
     assert found["prompt_tokens_found"] + found["prompt_tokens_computed"] == num_all
-    if num_workers == 1:
-        assert found["prompt_tokens_found"] == num_shared
-    else:
-        assert 0 < found["prompt_tokens_found"] < num_shared
+    assert least <= found["prompt_tokens_found"] / num_shared <= most
 
 
 def test_sessions_are_the_same_by_their_seed(server: EmbeddedRedis) -> None:
