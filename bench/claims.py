@@ -35,10 +35,10 @@ HAS_MARKS = "marks" in Submission.__struct_fields__  # not in a checkout from be
 if HAS_MARKS:
     from contract.residence import marks_of, prefix_marks
 
-_NUM_HELD, _NUM_CLAIMED, _NUM_WORKERS = 500, 3000, 4
+_NUM_WORKERS = 4
 
 
-async def claim_us() -> float:
+async def claim_us(num_held: int = 500, num_claimed: int = 3000) -> float:
     """Microseconds of a claim."""
     with EmbeddedRedis() as server:
         async with connect(server.url, Keys()) as client:
@@ -47,17 +47,17 @@ async def claim_us() -> float:
             workers = itertools.cycle([f"w{number}" for number in range(_NUM_WORKERS)])
             for worker in itertools.islice(workers, _NUM_WORKERS):
                 await roster.heartbeat(worker, MODEL, [], lease_s=LEASE_S, info="{}")
-            await _submit(roster, _NUM_HELD)
-            for worker in itertools.islice(workers, _NUM_HELD):
+            await _submit(roster, num_held)
+            for worker in itertools.islice(workers, num_held):
                 items = [_end(claimed) for claimed in await _claim(roster, worker)]
                 await roster.append(worker, items, lease_s=LEASE_S)
-            await _submit(roster, _NUM_CLAIMED)
+            await _submit(roster, num_claimed)
             before = await client.info("commandstats")
-            for worker in itertools.islice(workers, _NUM_CLAIMED):
+            for worker in itertools.islice(workers, num_claimed):
                 assert len(await _claim(roster, worker)) == 1
             after = await client.info("commandstats")
     used_us = after["cmdstat_fcall"]["usec"] - before["cmdstat_fcall"]["usec"]
-    return float(used_us / _NUM_CLAIMED)
+    return float(used_us / num_claimed)
 
 
 async def _submit(roster: Roster, num: int) -> None:

@@ -61,7 +61,7 @@ _LOAD = {
     "isl": opts.Option("tokens of a drawn prompt", opts.COUNT, 1024),
     "osl": opts.Option("tokens of a drawn output, on average", opts.COUNT, 256),
     "turns": opts.Option(
-        "each request begins a session of so many turns, or a number between two",
+        "each of these requests begins a session of so many turns, or of a number between two",
         opts.Value(_turns, "FEWEST:MOST"),
         (1, 1),
         shown="1",
@@ -97,14 +97,14 @@ _FLEET = {
         opts.Value(_fault, "SECONDS:KIND"),
         [],
     ),
-}
-_SHOWN = {
     "without": opts.Option(
         "left out, to compare: claims that look where content lies (residence), names of sessions "
         "in calls (sessions)",
         opts.Value(names_of(("residence", "sessions")), "NAMES"),
         (),
     ),
+}
+_SHOWN = {
     "ttft": opts.Option(
         "goodput counts answers whose first token came within these ms",
         opts.Value(_POSITIVE, "MS"),
@@ -193,7 +193,7 @@ def _first_turns(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
 
 
 def _shown(options: argparse.Namespace) -> Any:
-    if options.trace is None or options.requests:
+    if options.turns == (1, 1) and (options.trace is None or options.requests):
         bar, num_all = progress_line("requests"), options.requests or _DRAWN
         return lambda now_s, num: bar(num, num_all)
     if not sys.stderr.isatty():

@@ -72,14 +72,17 @@ class SimulatedJob(HeldJob):
     def finish(self, finish_reason: FinishReason | None) -> None:
         self._choices[0].finish_reason = finish_reason
 
+    def held_marks(self) -> bytes:
+        ids = (*self.job.prompt_ids, *(OUTPUT_ID,) * (self.num_tokens - 1))
+        return prefix_marks(self.job.tenant, ids)
+
     def item(self, fin: Literal["", JobStatus.SUCCEEDED]) -> Append:
         """What it has computed and not yet reported."""
         num_new, self.num_logged = self.num_tokens - self.num_logged, self.num_tokens
         event = Tokens((ChoiceDelta(0, self.num_tokens - num_new, (), ""),)) if num_new else None
         number = self.next_number
         self.next_number += event is not None
-        ids = (*self.job.prompt_ids, *(OUTPUT_ID,) * (self.num_tokens - 1))
-        held = prefix_marks(self.job.tenant, ids) if fin else b""
+        held = self.held_marks() if fin else b""
         return Append(self.job.id, self.epoch, number, event, num_new, fin, held=held)
 
 
