@@ -103,6 +103,7 @@ class Quote(msgspec.Struct, frozen=True):
     service_s: float | None  # from its start to its end; None where unknown
     cost_tokens: int  # prompt and predicted output
     rates: RateLimits
+    num_cached_tokens: int = 0  # of the prompt, that a worker seems to hold
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):

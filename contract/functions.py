@@ -146,13 +146,13 @@ class Functions(Partition):
     async def quote(self, job: Job, submission: Submission) -> Quote:
         """Returns what submit would reply; writes nothing."""
         reply = await self._call("quote", *_submit_arguments(job, submission), reads=True)
-        reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
+        reason, limit, retry_ms, place, service_ms, cost_tokens, rates, num_cached = reply
         limits = decode_rates(submission.limits, rates)
         refused = None
         if reason != b"OK":
             refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         service_s = service_ms / 1000 if service_ms else None
-        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
+        return Quote(refused, decode_position(place), service_s, cost_tokens, limits, num_cached)
 
     async def claim(
         self,

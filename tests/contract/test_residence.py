@@ -113,6 +113,14 @@ async def test_a_job_goes_to_the_worker_that_holds_its_beginning(
     assert ids(await claim(functions, "a")) == [job.id]
 
 
+async def test_a_quote_tells_what_is_likely_found(
+    functions: Functions, workers: tuple[str, str]
+) -> None:
+    for job, num_found in ((job_of((*HELD, 9)), 384), (job_of(HELD, tenant="u"), 0)):
+        quote = await functions.quote(job, make_submission(marks=marks_of(job)))
+        assert quote.num_cached_tokens == num_found
+
+
 async def test_it_waits_no_longer_than_it_saves(
     functions: Functions, workers: tuple[str, str], redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
