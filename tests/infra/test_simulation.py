@@ -353,6 +353,41 @@ def test_sessions_are_the_same_by_their_seed(server: EmbeddedRedis) -> None:
     assert once == again != other
 
 
+@pytest.mark.parametrize("kind", ["kill", "engine", "spot", "pause", "roll", "overload"])
+def test_a_worker_that_holds_all_delays_nobody_by_more_than_the_bound(
+    server: EmbeddedRedis, kind: Any
+) -> None:
+    """Compared with claims that do not look: whatever happens to it, and when it is full."""
+    firsts = [msgspec.structs.replace(a, blocks=(1,)) for a in sessions(24, 3, "batch")]
+    firsts[1:] = [msgspec.structs.replace(a, arrival_s=1.0 + a.arrival_s) for a in firsts[1:]]
+    if kind == "overload":
+        firsts = [msgspec.structs.replace(a, arrival_s=a.arrival_s / 20) for a in firsts]
+    faults = [] if kind == "overload" else [Fault(2.0, kind, 2.0, 0)]
+    waits_s = []
+    for without in ((), ("residence",)):
+        found = run(server, firsts, *faults, fleet=fleet_of(2, load_s=2.0), without=without)
+        assert found.answers is not None
+        assert set(found.states) == {"succeeded"}
+        waits_s.append(max(a.first_s - a.arrival_s for a in found.answers))
+    assert waits_s[0] <= waits_s[1] + 2.0
+
+
+def test_no_time_tells_a_tenant_what_another_has_asked(server: EmbeddedRedis) -> None:
+    """Not to the last digit: a prompt that another tenant's worker holds takes as long as one that
+    nobody has ever asked."""
+    for num_workers in (1, 2):
+        times_s = []
+        for asked in ((1, 2, 3), (7, 8, 9)):
+            first = Arrival(0.0, 1500, 8, tenant="a", blocks=(1, 2, 3))
+            again = [Arrival(float(i), 1500, 8, tenant="b", blocks=asked) for i in (2, 4, 6)]
+            fleet = fleet_of(num_workers, overheads_s=(0.001,))
+            found = run(server, [first, *again], fleet=fleet).answers
+            assert found is not None
+            times_s.append(sorted((a.first_s, a.ended_s) for a in found if a.arrival_s))
+        assert times_s[0] == times_s[1]
+        assert times_s[0][0][0] - 2.0 > times_s[0][1][0] - 4.0  # its own is found
+
+
 @pytest.mark.parametrize("turns", ["0", "3:2", "a", "2:", "-1", "1:2:3"])
 def test_impossible_turns_are_refused(turns: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
