@@ -333,6 +333,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     device: str = ""  # its name; empty: unknown
     notice: str = ""  # what operators should know of it
     num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    num_retained_blocks: int = 0  # part of the cached ones, for sessions whose tools run
     gpu_share: float | None = None  # of time in which its GPU computes; None: no GPU, or unknown
 
     @property

@@ -607,7 +607,7 @@ def decode_runs(raw: bytes) -> tuple[JobRun, ...]:
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
-    names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_retained_blocks")
     cached, share = info.get("num_cached_blocks"), info.get("gpu_share")
     return WorkerSnapshot(
         incarnation=incarnation.decode(),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import options as opts
-from infra.option_values import integer, number
+from infra.option_values import integer, names_of, number
 from infra.plan_command import DEVICE
 from infra.preconditions import check_extra
 from infra.tables import progress_line, table, write
@@ -20,6 +20,10 @@ _FAULT = re.compile(r"(\d+(?:\.\d+)?):(kill|engine|spot|roll|pause:(\d+(?:\.\d+)
 _DRAWN = 1000  # requests, unless --requests says another number
 _POSITIVE = number(may_be_zero=False)
 _TIMES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
+_TURN_TIMES = {
+    "first_turns_ttft_s": "first token, first turns",
+    "later_turns_ttft_s": "first token, later turns",
+}
 
 
 def _fault(raw: str) -> tuple[float, str, float]:
@@ -28,6 +32,14 @@ def _fault(raw: str) -> tuple[float, str, float]:
         kinds = "kill, engine, spot, roll or pause:SECONDS"
         raise argparse.ArgumentTypeError(f"must be SECONDS:{kinds}, not {raw!r}")
     return float(match[1]), match[2].partition(":")[0], float(match[3] or 0)
+
+
+def _turns(raw: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", raw)
+    fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= fewest <= most:
+        raise argparse.ArgumentTypeError(f"must be N or FEWEST:MOST, not {raw!r}")
+    return fewest, most
 
 
 _LOAD = {
@@ -48,6 +60,14 @@ _LOAD = {
     ),
     "isl": opts.Option("tokens of a drawn prompt", opts.COUNT, 1024),
     "osl": opts.Option("tokens of a drawn output, on average", opts.COUNT, 256),
+    "turns": opts.Option(
+        "each of these requests begins a session of so many turns, or of a number between two",
+        opts.Value(_turns, "FEWEST:MOST"),
+        (1, 1),
+        shown="1",
+    ),
+    "turn_tokens": opts.Option("that a later turn adds to its prompt", opts.COUNT, 64),
+    "pause_s": opts.Option("from an answer to the next turn, on average", opts.SECONDS, 2.0),
     "retries": opts.Option(
         "how often a refused caller comes back, as openai's client does",
         opts.Value(integer(0), "N"),
@@ -76,6 +96,12 @@ _FLEET = {
         "replaced, Redis does not answer; may be repeated",
         opts.Value(_fault, "SECONDS:KIND"),
         [],
+    ),
+    "without": opts.Option(
+        "left out, to compare: claims that look where content lies (residence), names of sessions "
+        "in calls (sessions)",
+        opts.Value(names_of(("residence", "sessions")), "NAMES"),
+        (),
     ),
 }
 _SHOWN = {
@@ -126,6 +152,7 @@ def run_simulate(options: argparse.Namespace) -> int:
             outcomes.SimulationOutcome(goal),
             seed=options.seed,
             retries=options.retries,
+            without=options.without,
         )
         found = run.run(arrivals, faults, _shown(options))
     took_s = time.monotonic() - started_s
@@ -146,6 +173,14 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 
 def _arrivals(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
+    found = _first_turns(options, traces)
+    if options.turns == (1, 1):
+        return found
+    turns = options.turns, options.turn_tokens, options.pause_s
+    return traces.conversing(found, *turns, options.seed)  # type: ignore[no-any-return]
+
+
+def _first_turns(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
     if options.trace is None:
         num = options.requests or _DRAWN
         return traces.drawn(num, options.rate, options.isl, options.osl, 0.5, options.seed)  # type: ignore[no-any-return]
@@ -158,7 +193,7 @@ def _arrivals(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
 
 
 def _shown(options: argparse.Namespace) -> Any:
-    if options.trace is None or options.requests:
+    if options.turns == (1, 1) and (options.trace is None or options.requests):
         bar, num_all = progress_line("requests"), options.requests or _DRAWN
         return lambda now_s, num: bar(num, num_all)
     if not sys.stderr.isatty():
@@ -181,8 +216,14 @@ def _text(result: dict[str, Any]) -> str:
         told = "" if retry is None else f"; half were told to wait {retry:.1f} s or less"
         parts.append(f"refused {result['refused_share']:.1%}: {refusals}{told}")
     rows: list[tuple[str, ...]] = [("", "mean", "p50", "p90", "p99")]
-    rows += [(title, *map(_ms, result[name].values())) for name, title in _TIMES.items()]
+    is_of_sessions = result["later_turns_ttft_s"]["p50"] is not None
+    times = _TIMES | (_TURN_TIMES if is_of_sessions else {})
+    rows += [(title, *map(_ms, result[name].values())) for name, title in times.items()]
     parts.append(table(rows))
+    parts.append(
+        f"{result['found_share']:.1%} of the tokens of prompts were found in a cache, "
+        f"{result['prompt_tokens_computed']:,} were computed"
+    )
     lanes = [("lane, tenant", "answers", "good", "goodput/s", "first token p50", "p99")]
     lanes += [
         (name, f"{part['requests']}", f"{part['good_share']:.1%}", f"{part['goodput_per_s']:.2f}",

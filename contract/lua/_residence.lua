@@ -11,6 +11,7 @@ local FIRST, PER_DOUBLING = 64, 4  -- positions of marks in tokens, as mark_posi
 local MINUTE_MS, MAX_MINUTES = 60000, 10  -- for which a hint holds
 local MAX_HINTS = 100000           -- of a model; then those that a draw finds give way
 local MAX_HOLDERS = 4              -- of a mark
+local MAX_JUDGED = 32              -- jobs of a call that are judged: others go to any worker
 local MIN_LEFT_MS, MAX_LEFT_MS = 20, 2000  -- for which a worker leaves a job to another
 local FULLER = 0.5  -- of the places: by so much, times the share found, a holder may be fuller than others
 local SESSION_SHARE = 0.5          -- at least, of a job in a session
@@ -125,7 +126,7 @@ end
 -- What a claim knows of residence. `token_us`: what a token of a prompt takes the worker.
 function residence.look(tag, model, incarnation, token_us, now)
   return {tag = tag, model = model, incarnation = incarnation, token_us = token_us, now = now,
-    lives = {}, loads = {}, verdicts = {}}
+    lives = {}, loads = {}, verdicts = {}, num_judged = 0}
 end
 
 local function judged(look, id, marks)
@@ -157,6 +158,9 @@ end
 -- A holder has room while it is not much fuller than this worker, by what would be saved. A job is left for
 -- as long as its tokens that are found would take here: `look.again_ms` is when it is left no more.
 function residence.judge(look, id, marks)
-  if look.verdicts[id] == nil then look.verdicts[id] = judged(look, id, marks) or false end
+  if look.verdicts[id] == nil then
+    look.num_judged = look.num_judged + 1
+    look.verdicts[id] = look.num_judged <= MAX_JUDGED and judged(look, id, marks) or false
+  end
   return look.verdicts[id]
 end

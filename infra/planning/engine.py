@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from workers.engine.masks import StepMasks
 
 _BLOCK_SIZE = 16
-_TOKEN, _EOS = Sample(1), Sample(0)
+OUTPUT_ID = 1
+_TOKEN, _EOS = Sample(OUTPUT_ID), Sample(0)
 _SEED = 1
 
 

@@ -97,11 +97,24 @@ class SimulationOutcome:
     num_arrivals: int = 0
     num_resumes: int = 0
     num_recomputed_tokens: int = 0  # of prompts and outputs, for jobs that had output before
+    num_looked_up: int = 0  # tokens of prompts, and of what was computed again
+    num_found: int = 0  # of these, in a prefix cache
+    turns_ttft_s: dict[bool, "array[float]"] = field(  # of a session's first, and of later ones
+        default_factory=lambda: {False: array("f"), True: array("f")}
+    )
     gpu_s: float = 0.0
     ended_s: float = 0.0
 
     def answered(
-        self, lane: str, tenant: str, arrival_s: float, first_s: float, ended_s: float, num: int
+        self,
+        lane: str,
+        tenant: str,
+        arrival_s: float,
+        first_s: float,
+        ended_s: float,
+        num: int,
+        *,
+        is_later: bool = False,
     ) -> None:
         key = lane, tenant
         if self.answers is not None:
@@ -110,6 +123,7 @@ class SimulationOutcome:
         itl_s = (ended_s - first_s) / max(1, num - 1)
         is_good = self.goal.missed(first_s - arrival_s, itl_s) is None
         self.num_good[key] += is_good
+        self.turns_ttft_s[is_later].append(first_s - arrival_s)
 
     def ended(self, state: str) -> None:
         self.states[str(state)] += 1
@@ -149,6 +163,11 @@ class SimulationOutcome:
             "requests_per_s": len(whole.e2e_s) / wall_s,
             "output_tokens_per_s": whole.num_tokens / wall_s,
             **whole.spread(),
+            "first_turns_ttft_s": _spread(self.turns_ttft_s[False]),
+            "later_turns_ttft_s": _spread(self.turns_ttft_s[True]),
+            "prompt_tokens_found": self.num_found,
+            "prompt_tokens_computed": self.num_looked_up - self.num_found,
+            "found_share": self.num_found / max(1, self.num_looked_up),
             "lanes": parts,
             "resumes": self.num_resumes,
             "recomputed_tokens": self.num_recomputed_tokens,

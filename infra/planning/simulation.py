@@ -7,14 +7,14 @@ pool of workers is sized by infra.aws.pool_service.
 Two things are simplified. A worker reports a job's tokens at its first one, at each heartbeat,
 before a death and at its end, not at each step. A job that is submitted wakes one worker after
 another, at random, until the job is taken; in production all try at once, and the others find
-nothing.
+nothing. A session ends with a turn that is not answered.
 """
 
 import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,13 +23,15 @@ from msgspec.structs import replace
 from contract.errors import JobRefused
 from contract.function_types import Append, Blame, Claimed, Release, Submission, Verdict
 from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams
+from contract.residence import marks_of
 from gateway.prepare.calls import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
 from infra.aws.workforce import OtherScaler
+from infra.planning.engine import OUTPUT_ID
 from infra.planning.outcome import SimulationOutcome
 from infra.planning.queue import VirtualQueue, done
-from infra.planning.traces import Arrival, prompt_of
+from infra.planning.traces import Arrival, next_turn, prompt_of
 from infra.planning.worker import MODEL, Fleet, SimulatedJob, Worker
 from infra.pool import PoolPolicy
 from workers.engine.sequence import RequestRefused
@@ -44,6 +46,8 @@ _MAX_RETRY_AFTER_S = 60.0  # openai's client then waits by itself
 _BACKOFF_S = 0.5, 8.0  # its first and its longest wait
 _WANTED_S = 600.0  # a refused caller may come again in so long
 
+# Claims that look where content lies; the names of sessions in calls.
+Part = Literal["residence", "sessions"]
 FaultKind = Literal["kill", "engine", "spot", "pause", "roll"]
 
 
@@ -65,6 +69,7 @@ class _Call:
 
     arrival: Arrival
     arrival_s: float
+    prompt_ids: tuple[int, ...]
     first_s: float | None = None
 
 
@@ -84,7 +89,8 @@ class _Workforce(OtherScaler):
 
 
 class Simulation:
-    """One run. `retries`: how often callers come back after a refusal, as openai's client does."""
+    """One run. `retries`: how often callers come back after a refusal, as openai's client does;
+    `without`: parts that are left out, for a comparison."""
 
     def __init__(
         self,
@@ -94,6 +100,7 @@ class Simulation:
         *,
         seed: int = 1,
         retries: int = 0,
+        without: Collection[Part] = (),
     ) -> None:
         self.fleet = fleet
         self.now_s = 0.0
@@ -102,6 +109,7 @@ class Simulation:
         self.queue = VirtualQueue(url, lambda: int(1000 * (_EPOCH_S + self.now_s)))
         self._rng = random.Random(seed)
         self._retries = retries
+        self._without = without
         self._settings = GatewaySettings.from_env(redis_url=url)
         self._memory_bytes = self.queue.memory_bytes()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -130,7 +138,7 @@ class Simulation:
         and the number of arrivals."""
         coming = iter(arrivals)
         first = list(itertools.islice(coming, 1))
-        if first and not first[0].blocks:  # no prompt is like another: a cache would fill in vain
+        if first and not (first[0].blocks or first[0].session):  # a cache would fill in vain
             options = replace(self.fleet.options, prefix_caching=False)
             self.fleet = dataclasses.replace(self.fleet, options=options)
         fleet = self.fleet
@@ -186,8 +194,11 @@ class Simulation:
             self._at(arrival.arrival_s, self._arrive, arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.outcome.num_arrivals += 1
         self._next_arrival()
+        self._begin_turn(arrival)
+
+    def _begin_turn(self, arrival: Arrival) -> None:
+        self.outcome.num_arrivals += 1
         self._submit(arrival, self.now_s, 0)
 
     def _submit(self, arrival: Arrival, arrival_s: float, num_tried: int) -> None:
@@ -207,7 +218,7 @@ class Simulation:
             reason = refusal.limit or str(refusal.code)
             self._refuse(arrival, arrival_s, num_tried, reason, refusal.retry_after_s)
             return
-        self._calls[job.id] = _Call(arrival, arrival_s)
+        self._calls[job.id] = _Call(arrival, arrival_s, job.prompt_ids)
         heapq.heappush(self._deadlines, (self.now_s + submission.deadline_s, job.id))
         self._num_waiting += 1
         wake_s = self._rng.choice(self.fleet.wakes_s)
@@ -227,7 +238,9 @@ class Simulation:
             prompt_ids=prompt_of(arrival, self._num_jobs),
             params=SamplingParams(max_tokens=arrival.cap, seed=1, temperature=0.0),
             created_s=int(_EPOCH_S + self.now_s),
+            session="" if "sessions" in self._without else arrival.session,
         )
+        looks = self.fleet.options.prefix_caching and "residence" not in self._without
         return job, Submission(
             max_output_tokens=arrival.cap,
             deadline_s=settings.job_deadline_s if is_async else settings.sync_deadline_s,
@@ -235,6 +248,7 @@ class Simulation:
             lane_bound_tokens=bound_tokens,
             lane_bound_s=bound_s,
             needs_worker=not is_async,
+            marks=marks_of(job) if looks else b"",
         )
 
     def _refuse(
@@ -264,7 +278,11 @@ class Simulation:
         if state == JobStatus.SUCCEEDED:
             first_s = call.first_s if call.first_s is not None else self.now_s
             spent = arrival.lane, arrival.tenant, call.arrival_s, first_s, self.now_s
-            self.outcome.answered(*spent, arrival.output_tokens)
+            is_later = bool(arrival.history)
+            self.outcome.answered(*spent, arrival.output_tokens, is_later=is_later)
+            if (turn := next_turn(arrival, call.prompt_ids, OUTPUT_ID)) is not None:
+                self._num_coming += 1
+                self._at(self.now_s + turn.arrival_s, self._begin_turn, turn)
         self._is_last()
 
     def _is_last(self) -> None:
@@ -368,7 +386,7 @@ class Simulation:
         call, job = self._calls[claimed.job.id], SimulatedJob(claimed)
         if claimed.epoch > 1:
             self.outcome.num_resumes += 1
-            num_known = call.arrival.prompt_tokens + claimed.num_logged_tokens
+            num_known = claimed.job.num_prompt_tokens + claimed.num_logged_tokens
             self.outcome.num_recomputed_tokens += num_known if claimed.num_logged_tokens else 0
         worker.holding.start(job)
         if call.arrival.output_tokens < call.arrival.cap:
@@ -419,6 +437,8 @@ class Simulation:
         second.busy_s += report.step_s
         second.sequence_s += report.step_s * report.num_step_seqs
         second.num_tokens += len(report.outputs)
+        self.outcome.num_looked_up += report.num_prefix_queries
+        self.outcome.num_found += report.num_prefix_hits
         frees, changed = False, list[SimulatedJob]()
         jobs, calls = worker.jobs, self._calls
         for out in report.outputs:

@@ -34,6 +34,10 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     lane: str = "standard"
     tenant: str = "default"
     blocks: tuple[int, ...] = ()  # equal ones at the start are an equal prefix of 512 tokens each
+    session: str = ""
+    history: tuple[int, ...] = ()  # token ids of the turns before, with their answers
+    # The session's next turn. Its time counts from this one's end, and its prompt follows on both.
+    then: "Arrival | None" = None
 
     @property
     def cap(self) -> int:
@@ -140,12 +144,41 @@ def drawn(
         yield Arrival(at_s, isl, max(1, round(osl * rng.uniform(1 - spread, 1 + spread))))
 
 
+def conversing(
+    arrivals: Iterable[Arrival],
+    num_turns: tuple[int, int],
+    num_added: int,
+    pause_s: float,
+    seed: int,
+) -> Iterator[Arrival]:
+    """Lets each request begin a session of so many turns, the fewest and the most. After a pause,
+    which is exponentially distributed, a later one adds `num_added` tokens; its answer is as long
+    as the first."""
+    rng = random.Random(f"{seed} turns")
+    for number, first in enumerate(arrivals):
+        session, then = f"session-{number}", None
+        for _ in range(rng.randint(*num_turns) - 1):
+            then = msgspec.structs.replace(
+                first, arrival_s=rng.expovariate(1 / pause_s), prompt_tokens=num_added, blocks=(),
+                session=session, then=then,
+            )  # fmt: skip
+        yield msgspec.structs.replace(first, session=session, then=then)
+
+
 def prompt_of(arrival: Arrival, number: int) -> tuple[int, ...]:
-    """Token ids of its prompt: those of its blocks. Without any it is like no other prompt."""
+    """Token ids of its prompt: its history, and those of its blocks. Without any its own are like
+    those of no other prompt."""
     if not arrival.blocks:
-        return (number, *(2,) * (arrival.prompt_tokens - 1))
+        return (*arrival.history, number, *(2,) * (arrival.prompt_tokens - 1))
     ids = [2 + block for block in arrival.blocks for _ in range(_HASHED_TOKENS)]
-    return tuple(ids[: arrival.prompt_tokens])
+    return (*arrival.history, *ids[: arrival.prompt_tokens])
+
+
+def next_turn(arrival: Arrival, prompt_ids: tuple[int, ...], output_id: int) -> Arrival | None:
+    """The session's next turn, whose history ends with an answer of equal tokens; None: it has
+    none."""
+    history = (*prompt_ids, *(output_id,) * arrival.output_tokens)
+    return arrival.then and msgspec.structs.replace(arrival.then, history=history)
 
 
 def _read(path: Path) -> Iterator[tuple[int, Arrival]]:

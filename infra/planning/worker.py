@@ -10,8 +10,9 @@ from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, LaneRoom
 from contract.jobs import FinishReason, JobStatus
 from contract.model_cards import TokenizerFiles
+from contract.residence import prefix_marks
 from infra.planning.costs import Costs
-from infra.planning.engine import CostedModel, VirtualClock
+from infra.planning.engine import OUTPUT_ID, CostedModel, VirtualClock
 from infra.planning.queue import VirtualQueue, done
 from infra.pool import PoolPolicy
 from workers.engine.step_plan import StepReport
@@ -71,13 +72,18 @@ class SimulatedJob(HeldJob):
     def finish(self, finish_reason: FinishReason | None) -> None:
         self._choices[0].finish_reason = finish_reason
 
+    def held_marks(self) -> bytes:
+        ids = (*self.job.prompt_ids, *(OUTPUT_ID,) * (self.num_tokens - 1))
+        return prefix_marks(self.job.tenant, ids)
+
     def item(self, fin: Literal["", JobStatus.SUCCEEDED]) -> Append:
         """What it has computed and not yet reported."""
         num_new, self.num_logged = self.num_tokens - self.num_logged, self.num_tokens
         event = Tokens((ChoiceDelta(0, self.num_tokens - num_new, (), ""),)) if num_new else None
         number = self.next_number
         self.next_number += event is not None
-        return Append(self.job.id, self.epoch, number, event, num_new, fin)
+        held = self.held_marks() if fin else b""
+        return Append(self.job.id, self.epoch, number, event, num_new, fin, held=held)
 
 
 class _Link:

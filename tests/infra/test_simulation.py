@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.function_types import WorkerCapacity
+from contract.function_types import Submission, WorkerCapacity
+from contract.jobs import Job
 from contract.library import library_source
 from gateway.settings import GatewaySettings
 from infra.cli import main
@@ -31,13 +32,15 @@ from infra.planning.calibration import (
     simulate,
 )
 from infra.planning.costs import Fitted, fit_costs, read_costs
+from infra.planning.engine import OUTPUT_ID
 from infra.planning.outcome import Goal, SimulationOutcome
 from infra.planning.queue import VirtualQueue, done, virtual_library
-from infra.planning.simulation import Fault, Simulation
+from infra.planning.simulation import Fault, Part, Simulation
 from infra.planning.traces import (
     Arrival,
     Recorded,
     RecordedFleet,
+    conversing,
     drawn,
     read_arrivals,
     scaled,
@@ -264,6 +267,132 @@ def test_the_same_simulation_has_the_same_bytes(tmp_path: Path) -> None:
     page = found[0][1].decode()
     assert "<svg" in page
     assert "<script" not in page
+
+
+# --- sessions ----------------------------------------------------------------------------------
+
+
+def sessions(num: int, seed: int, lane: str = "standard") -> list[Arrival]:
+    return list(conversing(some(num, 10.0, lane), (1, 5), 24, 0.5, seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [None, "kill", "spot"])
+def test_a_turn_comes_after_the_answer_before_it_and_repeats_it(
+    server: EmbeddedRedis, seed: int, kind: Any
+) -> None:
+    """Whatever happens to workers: one turn after another, a pause between, each with all before
+    it as its prefix."""
+    firsts, submitted = sessions(12, seed, "batch"), list[tuple[float, Job]]()
+    simulation = Simulation(fleet_of(2, load_s=2.0), server.url, SimulationOutcome(answers=[]))
+    submit = simulation.queue.functions.submit
+
+    def spy(job: Job, terms: Submission) -> Any:
+        submitted.append((simulation.now_s, job))
+        return submit(job, terms)
+
+    simulation.queue.functions.submit = spy  # type: ignore[method-assign,assignment]
+    found = simulation.run(firsts, [Fault(1.0, kind, 2.0)] if kind else [])
+    assert found.answers is not None
+    answers = {(round(a.arrival_s, 6), a.num_tokens): a for a in found.answers}
+    num_turns = 0
+    for first in firsts:
+        turn: Arrival | None = first
+        history: tuple[int, ...] = ()
+        due_s = first.arrival_s
+        while turn is not None:
+            [job] = [
+                job
+                for at_s, job in submitted
+                if job.prompt_ids[: len(history)] == history
+                and len(job.prompt_ids) == len(history) + turn.prompt_tokens
+                and at_s == due_s
+            ]
+            num_turns += 1
+            answer = answers[round(due_s, 6), turn.output_tokens]
+            history = (*job.prompt_ids, *(OUTPUT_ID,) * turn.output_tokens)
+            turn = turn.then
+            due_s = answer.ended_s + (turn.arrival_s if turn else 0.0)
+    assert found.states == {"succeeded": num_turns}
+    assert len(submitted) == num_turns
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "without", "least", "most"),
+    [
+        (1, ("residence",), 1.0, 1.0),
+        (3, ("residence",), 0.1, 0.8),
+        (3, ("sessions",), 0.9, 1.0),
+        (3, (), 0.9, 1.0),
+    ],
+)
+def test_found_and_computed_tokens_are_all_of_the_prompts(
+    server: EmbeddedRedis, num_workers: int, without: tuple[Part, ...], least: float, most: float
+) -> None:
+    """One worker finds the whole history but its last token, in blocks. Several find nearly all
+    of it if claims look where it lies; otherwise each finds what itself has computed."""
+    firsts = sessions(30, 1)
+    found = run(server, firsts, fleet=fleet_of(num_workers), without=without).as_dict()
+    num_all = num_shared = 0
+    for first in firsts:
+        turn: Arrival | None = first
+        num_before = 0
+        while turn is not None:
+            num_all += num_before + turn.prompt_tokens
+            num_shared += max(0, num_before - 1) // 16 * 16
+            num_before += turn.prompt_tokens + turn.output_tokens
+            turn = turn.then
+    assert found["prompt_tokens_found"] + found["prompt_tokens_computed"] == num_all
+    assert least <= found["prompt_tokens_found"] / num_shared <= most
+
+
+def test_sessions_are_the_same_by_their_seed(server: EmbeddedRedis) -> None:
+    once, again, other = (
+        run(server, sessions(20, seed), fleet=fleet_of(2)).as_dict() for seed in (1, 1, 2)
+    )
+    assert once == again != other
+
+
+@pytest.mark.parametrize("kind", ["kill", "engine", "spot", "pause", "roll", "overload"])
+def test_a_worker_that_holds_all_delays_nobody_by_more_than_the_bound(
+    server: EmbeddedRedis, kind: Any
+) -> None:
+    """Compared with claims that do not look: whatever happens to it, and when it is full."""
+    firsts = [msgspec.structs.replace(a, blocks=(1,)) for a in sessions(24, 3, "batch")]
+    firsts[1:] = [msgspec.structs.replace(a, arrival_s=1.0 + a.arrival_s) for a in firsts[1:]]
+    if kind == "overload":
+        firsts = [msgspec.structs.replace(a, arrival_s=a.arrival_s / 20) for a in firsts]
+    faults = [] if kind == "overload" else [Fault(2.0, kind, 2.0, 0)]
+    waits_s = []
+    for without in ((), ("residence",)):
+        found = run(server, firsts, *faults, fleet=fleet_of(2, load_s=2.0), without=without)
+        assert found.answers is not None
+        assert set(found.states) == {"succeeded"}
+        waits_s.append(max(a.first_s - a.arrival_s for a in found.answers))
+    assert waits_s[0] <= waits_s[1] + 2.0
+
+
+def test_no_time_tells_a_tenant_what_another_has_asked(server: EmbeddedRedis) -> None:
+    """Not to the last digit: a prompt that another tenant's worker holds takes as long as one that
+    nobody has ever asked."""
+    for num_workers in (1, 2):
+        times_s = []
+        for asked in ((1, 2, 3), (7, 8, 9)):
+            first = Arrival(0.0, 1500, 8, tenant="a", blocks=(1, 2, 3))
+            again = [Arrival(float(i), 1500, 8, tenant="b", blocks=asked) for i in (2, 4, 6)]
+            fleet = fleet_of(num_workers, overheads_s=(0.001,))
+            found = run(server, [first, *again], fleet=fleet).answers
+            assert found is not None
+            times_s.append(sorted((a.first_s, a.ended_s) for a in found if a.arrival_s))
+        assert times_s[0] == times_s[1]
+        assert times_s[0][0][0] - 2.0 > times_s[0][1][0] - 4.0  # its own is found
+
+
+@pytest.mark.parametrize("turns", ["0", "3:2", "a", "2:", "-1", "1:2:3"])
+def test_impossible_turns_are_refused(turns: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", f"--turns={turns}"])
+    assert "--turns: must be N or FEWEST:MOST" in capsys.readouterr().err
 
 
 # --- traces ------------------------------------------------------------------------------------
