@@ -4,7 +4,6 @@ output, as templates leave reasoning out and write calls in another form, it is 
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from contract.answers import whole_calls
 from contract.events import ChoiceDelta
 from contract.jobs import FinishReason, Job
+from contract.output_formats import ToolFormat
 from gateway.follow.sync_call import SyncCall
 from gateway.http.errors import ApiError
 from gateway.prepare.generation import prompts_of
@@ -47,9 +47,7 @@ async def _warm(call: SyncCall, chat: Callable[[], ChatBody], ids: str) -> None:
             return
         card = (await broker.known.models())[job.model]
         tokenizer = await broker.known.tokenizer(card)
-        format_ = tokenizer.files.tool_format
-        is_one_each = format_ is not None and format_.between is None
-        body = next_turn(chat(), answer_of(job, deltas, ids), is_one_each=is_one_each)
+        body = next_turn(chat(), job, deltas, ids, tokenizer.files.tool_format)
         try:
             [token_ids], num_cut = await prompts_of(tokenizer, card, body)
         except ApiError as exc:
@@ -67,24 +65,21 @@ async def _warm(call: SyncCall, chat: Callable[[], ChatBody], ids: str) -> None:
         log.info("next turn not warmed (%s) job_id=%s", type(exc).__name__, job.id)
 
 
-def answer_of(job: Job, deltas: Sequence[ChoiceDelta], ids: str) -> Message:
-    """The answer as its caller will return it."""
-    fields: dict[str, Any] = {"role": "assistant", "content": "".join(d.text for d in deltas)}
-    fields["reasoning_content"] = "".join(d.reasoning for d in deltas)
-    calls = whole_calls(job, 0, [part for delta in deltas for part in delta.tool_calls])
-    fields["tool_calls"] = [{**c, "id": c["id"].replace("call", ids, 1)} for c in calls] or None
-    return Message.model_validate(fields)
-
-
-def next_turn(body: ChatBody, answer: Message, *, is_one_each: bool) -> ChatBody:
-    """The chat up to the beginning of the next message's text. `is_one_each`: the template shows a
-    result behind each call."""
-    then = Message(role="user", content="")
-    if calls := answer.tool_calls:
-        then = Message(role="tool", content="", tool_call_id=calls[0].id)
-        answer = answer.model_copy(update={"tool_calls": calls[:1] if is_one_each else calls})
+def next_turn(
+    body: ChatBody, job: Job, deltas: Sequence[ChoiceDelta], ids: str, format_: ToolFormat | None
+) -> ChatBody:
+    """The chat with its answer, as its caller will return it, up to the beginning of the next
+    message's text: a result of the first call, or the user's."""
+    given = {"role": "assistant", "content": "".join(delta.text for delta in deltas)}
     earlier = [each for each in body.messages if each.role == "assistant"]
-    if earlier and not any(each.reasoning_content or each.reasoning for each in earlier):
-        answer = answer.model_copy(update={"reasoning_content": None})  # many clients drop it
-    messages = [*body.messages, answer, then]
-    return body.model_copy(update={"messages": messages, "continue_final_message": True})
+    if not earlier or any(each.reasoning_content or each.reasoning for each in earlier):
+        given["reasoning_content"] = "".join(delta.reasoning for delta in deltas)
+    calls = whole_calls(job, 0, [part for delta in deltas for part in delta.tool_calls])
+    calls = [{**each, "id": each["id"].replace("call", ids, 1)} for each in calls]
+    then = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+    if format_ is not None and format_.between is None:  # each call is followed by its result
+        calls = calls[:1]
+    answer = given | {"tool_calls": calls}
+    new = [Message.model_validate(each) for each in (answer, then | {"content": ""})]
+    update = {"messages": [*body.messages, *new], "continue_final_message": True}
+    return body.model_copy(update=update)

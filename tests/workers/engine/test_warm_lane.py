@@ -7,6 +7,7 @@ from workers.engine.admission_check import RecentLengths
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, EngineLimits
 from workers.engine.order import Lanes
+from workers.engine.retention import Retention
 from workers.engine.sequence import Sequence, sequences_of
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
@@ -64,3 +65,15 @@ def test_other_lanes_have_no_limits_beside_it() -> None:
         lanes.arrive(sequence)
     assert [*lanes.live_lately(0.0)] == ["batch"]
     assert [*lanes.live_lately(9.0)] == ["batch"]
+
+
+def test_a_session_goes_on_with_its_next_job_alone() -> None:
+    """What is retained while its tool runs stays so, and nothing is learnt from warming."""
+    retention = Retention(64)
+    [ended] = sequences_of(request("standard", 200), frozenset(), 0)
+    ended.block_keys = [b"key"]
+    retention.note_end(ended)
+    retention.begin(ended.job_id, ended.epoch, 0)
+    for lane, gone in ((WARM.name, []), ("standard", [b"key"])):
+        [sequence] = sequences_of(request(lane, 300), frozenset(), 0)
+        assert retention.end(sequence) == gone
