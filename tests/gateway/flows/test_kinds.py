@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.fake_worker import says
+from tests.gateway.fake_worker import finds, says
 from tests.gateway.flows.conftest import Fleet, answer_of, chat
 from tests.gateway.flows.model_files import CHAT
 
@@ -66,8 +66,10 @@ async def check_responses(
     assert streamed.usage == response.usage
 
 
-async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient) -> None:
+async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient, fleet: Fleet) -> None:
     """The second member is asked as the first is not sure; the usage is that of both."""
+    fleet.say("small", finds(3, says("I am small")))
+    fleet.say("large", finds(2, says("I am large")))
     answer = await flows.post(CHAT, json=chat("cascade"))
     job = (await flows.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
     statuses = [(call["model"], call["status"]) for call in job["members"]]
@@ -75,6 +77,9 @@ async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient) -> No
     used = answer.json()["usage"]
     assert used.pop("completion_tokens_details") == {"reasoning_tokens": 0}
     assert job["usage"] == used
+    for each in (used, *(call["usage"] for call in job["members"])):
+        each["cached_tokens"] = each.pop("prompt_tokens_details")["cached_tokens"]
+    assert used["cached_tokens"] == 3 + 2
     assert used == {name: sum(call["usage"][name] for call in job["members"]) for name in used}
 
 
