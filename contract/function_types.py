@@ -72,6 +72,7 @@ class Submission(msgspec.Struct, frozen=True):
     is_ephemeral: bool = field(default=False, name="is_passing")  # not read after its delivery
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
     is_counted: bool = False  # `enter` has counted it as a request
+    marks: bytes = b""  # of its session and its prompt (residence.py); empty: it goes to any worker
 
 
 class QueuePosition(msgspec.Struct, frozen=True):
@@ -156,6 +157,12 @@ class Claimed(msgspec.Struct, frozen=True):
     cost_tokens: int = 0  # prompt and predicted output
 
 
+class Claims(list[Claimed]):
+    """Jobs of one call. `again_s`: when jobs that it left to other workers are left no more."""
+
+    again_s: float | None = None
+
+
 class Append(msgspec.Struct, frozen=True):
     """One job's part of an append: an event, an end, or both."""
 
@@ -171,6 +178,7 @@ class Append(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0  # with a flow's end: of all its calls; 0: of the job's own prompt
     cached_tokens: int = 0  # with a flow's end: of all its calls; others' events tell theirs
     marks: tuple["JobMark", ...] = ()
+    held: bytes = b""  # with an end: marks of the prefixes that the worker keeps of it
 
 
 class Release(msgspec.Struct, frozen=True):

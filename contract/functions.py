@@ -37,6 +37,7 @@ from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    Claims,
     FleetSnapshot,
     JobMark,
     JobPage,
@@ -166,24 +167,30 @@ class Functions(Partition):
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
         rooms: Mapping[str, LaneRoom] | None = None,
-    ) -> list[Claimed]:
+        prompt_token_s: float | None = None,
+    ) -> Claims:
         """Claims waiting jobs, up to `max_jobs` and `max_tokens` in all, or up to the room of each
         lane in `rooms`, where a lane without an entry has none; then what other workers offer.
 
         Lanes are in order of urgency; a lane with waiting jobs and a minimum share gets at least
         that share of the claimed tokens. An idle worker may get a suspect job, which must run
         alone. The job's record keeps the version of the worker's configuration. Candidate workers
-        append ' candidate' to the version.
+        append ' candidate' to the version. `prompt_token_s`: what a token of a prompt takes a
+        worker that keeps prefixes; it leaves jobs to others that hold theirs, for what that saves.
 
         Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
         unreadable records fail as poison.
         """
         args: list[Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
-        args += [int(is_idle), config_version]
+        keeps = "" if prompt_token_s is None else f" {round(1e6 * prompt_token_s)}"
+        args += [f"{is_idle:d}{keeps}", config_version]
         for lane in lanes:
             args += [lane, _lane_argument(lane, min_shares or {}, rooms)]
         reply = await self._call("claim", *args, is_repeated=False)
-        return await self._readable(incarnation, reply)
+        again_ms = reply.pop() if reply and isinstance(reply[-1], int) else None
+        claims = Claims(await self._readable(incarnation, reply))
+        claims.again_s = None if again_ms is None else again_ms / 1000
+        return claims
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
@@ -459,7 +466,7 @@ def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes
 _TERMS = [
     (each.name, re.sub("_s$", "_ms", each.encode_name))
     for each in msgspec.structs.fields(Submission)
-    if each.name not in ("limits", "metadata", "callback")
+    if each.name not in ("limits", "metadata", "callback", "marks")
 ]
 
 
@@ -481,7 +488,7 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         terms[term] = int(value * 1000) if term.endswith("_ms") else value
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
-    return *names, encoded, encode(terms), metadata, callback
+    return *names, encoded, encode(terms), metadata, callback, submission.marks
 
 
 def _append_item(item: Append) -> bytes:
@@ -492,6 +499,8 @@ def _append_item(item: Append) -> bytes:
     num_cached = item.event.num_cached if isinstance(item.event, Tokens) else item.cached_tokens
     if item.marks or num_cached:
         end = _encode_marks(item.marks, num_cached) + end[1:]
+    if item.held:
+        end = b"\0held\0" + _SIZE.pack(len(item.held)) + item.held + end[1:]
     head = _HEAD.pack(item.epoch, item.num_tokens, len(event))
     return b"".join((head, event, b"%d" % item.number, end))
 

@@ -222,6 +222,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     flow: FlowCall | None = None  # of a flow's job, which calls other models
     parent: str = ""  # the id of the flow's job that called the model
     channel: str = ""  # of its events, with those of other jobs; "": its own
+    session: str = ""  # its jobs prefer one worker; "": only its prompt says where
     asked_model: str = ""  # the route that chose `model`; "": the caller chose it
     # Of a chat: files as callers gave them, and the same as objects; a job has one of both.
     image_data: tuple[bytes, ...] = ()

@@ -10,9 +10,20 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+from contract.jobs import Job
+
 MARK_BYTES = 8
+_NO_SESSION = bytes(MARK_BYTES)
 _FIRST = 64  # tokens: shorter prefixes are not worth a wait
 _PER_DOUBLING = 4
+
+
+def marks_of(job: Job) -> bytes:
+    """The mark of a job's session, or zeros, then those of its prompt's prefixes, if it has one
+    prompt. Empty where there are none."""
+    session = session_mark(job.tenant, job.session) if job.session else _NO_SESSION
+    prefixes = b"" if job.prompt_list or job.pooling else prefix_marks(job.tenant, job.prompt_ids)
+    return session + prefixes if job.session or prefixes else b""
 
 
 def mark_positions() -> Iterator[int]:
@@ -26,7 +37,7 @@ def mark_positions() -> Iterator[int]:
 def prefix_marks(tenant: str, token_ids: Sequence[int]) -> bytes:
     """The marks of all marked prefixes of the tokens, one after another."""
     hashed = _hash_of(tenant, b"prefix")
-    marks, start = [], 0
+    marks, start = list[bytes](), 0
     for end in mark_positions():
         if end > len(token_ids):
             return b"".join(marks)

@@ -191,6 +191,9 @@ class GatewaySettings(BaseSettings):
         "keeps long prompts and results: a directory, or s3://bucket/prefix; without it they "
         "are in Redis",
     )
+    prefers_cached: bool = _set(
+        True, "whether jobs prefer the worker whose cache has their prompt's beginning or session"
+    )
     object_min_bytes: PositiveInt = _set(16 * 1024, "shorter prompts stay in Redis")
     result_url_s: PositiveFloat = _set(3_600.0, "how long a `result_url` is valid")
     callback_allow: Annotated[_Names, _read_by(AllowList.parse)] = _set(

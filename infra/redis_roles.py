@@ -40,7 +40,7 @@ _JOB_KEYS = (
     "jobs kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
     "quarantine run runid stored tenant totals weights"
 )
-_FLEET_KEYS = "offers pool worker workers models model tokenizer"
+_FLEET_KEYS = "at offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
 _API_KEYS = "api_keys api_key key_pepper"
 
@@ -82,7 +82,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
             keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} dead idem memory num_partitions "
             "object_store promised wanted worker",
-            reads=f"clock partitions pool workers models model tokenizer {_API_KEYS} deliveries",
+            reads=f"at clock partitions pool workers models model tokenizer {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
         "worker": RedisRole(

@@ -1,8 +1,9 @@
 -- Finds the next waiting job that fits and claims it, out of order where jobs before it do not fit.
 -- All entries up to the consumer group's last delivered id are claimed; later claimed ones are pending.
--- requires shared
+-- requires shared, residence
 
 local MAX_PASSED = 8   -- jobs that may be claimed ahead of a job that waits in front of them
+local MAX_AHEAD = 6    -- jobs of one stream that are looked at for one that the worker holds
 local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
 local WINDOW = 16      -- entries that a search reads
 local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
@@ -49,6 +50,20 @@ local function discard_entry(key, entry)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
 end
 
+-- A tenant's jobs of a lane go by their places, then as they came: by priority, the lowest first, then by the
+-- second of their deadline. Its stream has them as they came; those with a priority, and those that go before
+-- one that was there, are also in the sorted set `early`, by place.
+local SECONDS = 2 ^ 34  -- until the year 2514; with a priority of 20 bits it makes a number that is exact
+
+local function place_at(priority, deadline)
+  return priority * SECONDS + math.min(math.floor(deadline / 1000), SECONDS - 1)
+end
+
+local function place_of(tag, id)
+  local record = redis.call('HMGET', tag .. ':job:' .. id, 'priority', 'deadline')
+  return place_at(whole_number(record[1] or 0) or 0, whole_number(record[2] or 0) or 0)
+end
+
 -- The first waiting job of a stream with room for one of its choices (the others can wait in the
 -- engine): {key, entry, id, cost, choices, is_first}; nil; false: none waits there.
 -- Adds ids of jobs that do not fit to `skipped`. The second result is one of them that was passed over
@@ -56,11 +71,13 @@ end
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
 -- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
 -- where it met any, or only those that workers have, the search goes on behind its window.
-function queue.find_fit(tag, key, room, skipped, fair, paused)
+-- With `look` (residence.look) jobs are left that other workers hold the content of; and where such a one has
+-- no room, a job behind it goes first that this worker holds, within MAX_AHEAD.
+function queue.find_fit(tag, key, room, skipped, fair, paused, look)
   if redis.call('EXISTS', key) == 0 then return false end
-  local most, num_skipped, is_front = fair and FAIR_WINDOW or WINDOW, 0, true
+  local most, num_skipped, num_ahead, is_front = fair and FAIR_WINDOW or WINDOW, 0, 0, true
   local behind = paused and paused.behind[key]
-  local last, is_first = behind or queue.last_delivered(key), not behind
+  local last, is_first, other = behind or queue.last_delivered(key), not behind, nil
   repeat
     local num_read, num_paused, num_taken = 0, 0, 0
     for entry in entries_behind(key, last, most) do
@@ -68,7 +85,7 @@ function queue.find_fit(tag, key, room, skipped, fair, paused)
       local _, id, _, cost_text, _, lane, _, tenant = unpack(entry[2])
       local cost, is_paused = whole_number(cost_text), pauses.hold(paused, lane or '', tenant or '')
       local job = is_paused and {} or redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed',
-        'choices', 'tenant')
+        'choices', 'tenant', look and 'marks' or 'state')
       local choices = math.max(1, whole_number(job[4] or 1) or 1)
       local is_here = is_paused or cost and job[1] and job[2] == entry[1]
       if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
@@ -79,21 +96,34 @@ function queue.find_fit(tag, key, room, skipped, fair, paused)
       elseif is_paused then
         num_paused, is_first = num_paused + 1, false
       elseif job[1] == 'queued' and cost / choices <= room then
-        return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+        local found = {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
           is_first = is_first,
           tenant = fair and job[5]}
+        local where = look and job[6] and residence.judge(look, id, job[6])
+        if other and where == 'here' and place_of(tag, id) == place_of(tag, other.id) then
+          table.insert(skipped, other.id)
+          return found
+        elseif not other and where ~= 'left' then
+          if where ~= 'elsewhere' or tonumber(job[3] or 0) >= MAX_PASSED then return found end
+          other = found
+        end
+        num_ahead, is_first = num_ahead + 1, false
+        if other and num_ahead >= MAX_AHEAD then return other end
       elseif job[1] ~= 'queued' then
         num_taken = num_taken + 1
       elseif fair and room <= 0 then
         is_first = false
       else
+        if other then return other end
         if tonumber(job[3] or 0) >= MAX_PASSED then return nil, id end
         table.insert(skipped, id)
         num_skipped, is_first = num_skipped + 1, false
         if num_skipped == MAX_SKIPPED then return nil end
       end
     end
-  until num_paused == 0 and num_taken < most or num_read < most
+  until other or num_paused == 0 and num_taken < most or num_read < most
+  if other then return other end
+  if num_ahead > 0 then return nil end
   if num_skipped == 0 then return false end
 end
 
@@ -113,20 +143,6 @@ function queue.first_of_tenants(tag, model, lane, paused, find)
     end
     first = first + MAX_TENANTS
   until #tenants < MAX_TENANTS
-end
-
--- A tenant's jobs of a lane go by their places, then as they came: by priority, the lowest first, then by the
--- second of their deadline. Its stream has them as they came; those with a priority, and those that go before
--- one that was there, are also in the sorted set `early`, by place.
-local SECONDS = 2 ^ 34  -- until the year 2514; with a priority of 20 bits it makes a number that is exact
-
-local function place_at(priority, deadline)
-  return priority * SECONDS + math.min(math.floor(deadline / 1000), SECONDS - 1)
-end
-
-local function place_of(tag, id)
-  local record = redis.call('HMGET', tag .. ':job:' .. id, 'priority', 'deadline')
-  return place_at(whole_number(record[1] or 0) or 0, whole_number(record[2] or 0) or 0)
 end
 
 local function early_key(tag, stream)
@@ -176,16 +192,19 @@ function queue.leave(tag, job)
 end
 
 -- The first of a stream's jobs that are early and fit, as find_fit.
-local function find_early(tag, key, room, skipped)
+local function find_early(tag, key, room, skipped, look)
   local early = early_key(tag, string.sub(key, #tag + 2))
   for i, member in ipairs(redis.call('ZRANGE', early, 0, MAX_SKIPPED - 1)) do
     local id = string.match(member, '%S+$')
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices', 'cost')
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices', 'cost',
+      look and 'marks' or 'state')
     local choices, cost = math.max(1, whole_number(job[4] or 1) or 1), whole_number(job[5])
     if job[1] ~= 'queued' or not job[2] or not cost then
       redis.call('ZREM', early, member)
     elseif cost / choices <= room then
-      return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false}
+      if not look or not job[6] or residence.judge(look, id, job[6]) ~= 'left' then
+        return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false}
+      end
     elseif tonumber(job[3] or 0) >= MAX_PASSED then
       return nil, id
     else
@@ -197,11 +216,11 @@ local function find_early(tag, key, room, skipped)
 end
 
 -- The first of a stream's jobs by place that fits, as find_fit.
-local function find_by_place(tag, key, room, skipped)
+local function find_by_place(tag, key, room, skipped, look)
   local passed = {}
-  local early, is_blocked = find_early(tag, key, room, skipped)
+  local early, is_blocked = find_early(tag, key, room, skipped, look)
   if early == nil then return nil, is_blocked end
-  local found, is_blocked = queue.find_fit(tag, key, room, early and passed or skipped)
+  local found, is_blocked = queue.find_fit(tag, key, room, early and passed or skipped, nil, nil, look)
   if not early then return found, is_blocked end
   local limit = place_of(tag, early.id)
   local function goes_first(id)
@@ -218,7 +237,8 @@ end
 function queue.next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   local stream, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
   for _, stream_end in ipairs(searched) do
-    local found, is_blocked = find_by_place(tag, stream .. stream_end, room, skipped)
+    local found, is_blocked = find_by_place(tag, stream .. stream_end, room, skipped,
+      searched.look)
     if found or is_blocked then return found, is_blocked end
     if found == nil then nothing = nil end
   end
@@ -248,7 +268,7 @@ end
 local MAX_RUNS_BYTES = 1024  -- of the last claims of a job
 
 -- Claims a job that was found; nil where it has expired or cannot be read.
-function queue.claim_job(tag, found, incarnation, lease_ms, now, config)
+function queue.claim_job(tag, found, incarnation, lease_ms, now, config, keeps)
   mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then
@@ -265,9 +285,13 @@ function queue.claim_job(tag, found, incarnation, lease_ms, now, config)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   local is_first = not job.claimed
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
-    'attempt', job.attempt, 'config', config, 'charged', job.charged,
+    'attempt', job.attempt, 'config', config, 'charged', job.charged, 'keeps', keeps and '1' or '',
     'claimed', job.claimed or now, 'runs', string.sub(string.format('%s%d %d %s\n', job.runs or '',
       now, job.next, incarnation), -MAX_RUNS_BYTES))
+  if keeps and job.marks then
+    local session = string.sub(job.marks, 1, MARK)
+    if session ~= NONE then residence.note(tag, job.model, incarnation, session, now) end
+  end
   totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end
   if is_first and job.callback_started == '1' then

@@ -68,7 +68,7 @@ local NUMBERS = {
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
-  'passing', 'batch_price', 'cached_price', 'runs', 'steered', 'channel',
+  'passing', 'batch_price', 'cached_price', 'runs', 'steered', 'channel', 'marks', 'keeps',
 }
 for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
 for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
@@ -76,7 +76,7 @@ for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
 -- Filled by the files of these names: `_ab.lua`, …
 local ab, admission, fairness, filters, later, ledger = {}, {}, {}, {}, {}, {}
 local memory, operations, outbox, pauses, pools = {}, {}, {}, {}, {}
-local promises, queue, running, totals = {}, {}, {}, {}
+local promises, queue, residence, running, totals = {}, {}, {}, {}, {}
 
 local function now_ms()
   local time = redis.call('TIME')

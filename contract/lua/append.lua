@@ -8,6 +8,7 @@
 --       the prompt tokens of all calls of a flow (0: of the job's own prompt). 'marked' in their place
 --       is followed by MARKED: tokens of the prompt that the event's output found in the cache (with a
 --       flow's end: of all its calls), lines of what the engine did with the job, and one of these three.
+--       So is 'held', by marks of what the worker keeps of the job (_residence.lua), and one of the others.
 --       A line is `<kind> <begun> <ended> <times> <tokens>`, in ms ago
 -- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
 --       simply appended under its number
@@ -24,6 +25,7 @@
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
 local MARKED = '<I4I4c0s'
+local HELD = '<I4c0s'
 local END = '<sI4c0I4c0I4'
 local MAX_SLOW = 8
 local FIRST_ID = 4  -- argument
@@ -54,6 +56,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane, continu
   if is_first then
     changed[11], changed[12] = 'first_token', now
     totals.first_output(tag, job, now)
+    if job.keeps == '1' then residence.note_prefixes(tag, job, string.sub(job.marks or '', MARK + 1), now) end
   end
   redis.call('HSET', job.key, unpack(changed))
   if continues then running.store(tag, job) end
@@ -103,6 +106,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, n
   if item.fin == '' then
     table.insert(renewed, item.id)
   else
+    if item.held and job.keeps == '1' then residence.note_prefixes(tag, job, item.held, now) end
     if item.prompt_tokens > 0 then job.all_prompt_tokens = item.prompt_tokens end
     terminal(tag, job, item.fin, item.code, item.message, now, item.result)
   end
@@ -188,7 +192,10 @@ local function append(keys, argv)
       advanced, num_advanced = {}, 0
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
         num_tokens = num_tokens, fin = fin, packed = stored}
-      if fin == 'marked' then
+      if item.fin == 'held' then
+        item.held, item.fin, from = struct.unpack(HELD, packed_items, from)
+      end
+      if item.fin == 'marked' then
         item.cached, item.marks, item.fin, from = struct.unpack(MARKED, packed_items, from)
       end
       if item.fin ~= '' then

@@ -8,7 +8,8 @@
 -- A call ends or assigns beyond the lanes' rooms at most MAX_BEYOND jobs, and then wakes workers to call again.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most, also of an offered job
---       6 '1' where the worker is idle
+--       6 '1' where the worker is idle, otherwise '0'; where it keeps prefixes, ` <us>`: what a token of a
+--          prompt takes it
 --       7 version of its configuration, then ` candidate` where that is the candidate (_ab.lua)
 --       8… lanes, most urgent first: name, then `<minimum share of the claimed tokens>` or
 --          `<share> <slots> <tokens> <deficit slots>`: the call claims a job of the lane only while it
@@ -18,7 +19,8 @@
 --          worker and `<tenant> <slots> <tokens>` for each tenant there may follow: a tenant below its
 --          share by weight is assigned a job although the lane has no room
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
---                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
+--                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}; then, where jobs
+--       were left to others (_residence.lua), ms until they are no more
 local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 local MAX_OFFERS = 64  -- looked at for a job
@@ -184,23 +186,28 @@ local function claim(keys, argv)
   local now, paused = now_ms(), pauses.find(tag, model)
   local lanes = lanes_of(tag, argv, paused)
   local config, is_candidate = string.match(argv[7], '^(%S*)( ?)')
+  local is_idle, token_us = string.match(argv[6], '^(%S*) ?(%S*)$')
   if has_turn(tag, model, incarnation, lease_ms, now, paused) then
-    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
+    return is_idle == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
       or {}
   end
   for _, lane in ipairs(paused and lanes or {}) do
     fairness.keep_up(tag, model, lane.name, pauses.tenants_in(paused, lane.name))
   end
-  local claimed, num_filled, num_beyond, searched = {}, 0, 0, nil
+  local claimed, num_filled, num_beyond, searched, look = {}, 0, 0, nil, nil
   while true do
     local skipped, found, lane = {}, nil, nil
     if has_waiting(tag, model, lanes) then
-      searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
+      if not searched then
+        searched = ab.searched(tag, model, is_candidate ~= '', now)
+        look = token_us ~= '' and residence.look(tag, model, incarnation, tonumber(token_us), now)
+        searched.look = look
+      end
       found, lane = choose(tag, model, lanes, num_filled, skipped, searched, paused)
     end
     if not lane then found, lane = take_offer(tag, model, lanes, argv, num_filled, now) end
     if not found then break end
-    local job = queue.claim_job(tag, found, incarnation, lease_ms, now, config)
+    local job = queue.claim_job(tag, found, incarnation, lease_ms, now, config, token_us ~= '')
     if not job or found.tenant then num_beyond = num_beyond + 1 end
     if job then
       for _, served in ipairs(lanes) do
@@ -216,12 +223,14 @@ local function claim(keys, argv)
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       record_claim(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
+      if look then look.loads[incarnation] = nil end
     end
     if num_beyond == MAX_BEYOND then
       redis.call('PUBLISH', tag .. ':wake:' .. model, lane)
       break
     end
   end
+  if look and look.again_ms then table.insert(claimed, math.ceil(look.again_ms - now)) end
   return claimed
 end
 

@@ -7,7 +7,7 @@
 local function quote(keys, argv)
   local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {tenant = argv[2], model = argv[3], lane = argv[4], part = terms.part}
-  job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
+  job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8] + #(argv[9] or '')
   local found = admission.evaluate(tag, job, terms, now, memory.room(tag, false))
   local reason, limit, retry_ms = unpack(found.refusal or {'OK', '', UNKNOWN})
   return {reason, limit, retry_ms, {found.ahead.jobs, found.ahead.tokens, found.wait},

@@ -29,7 +29,8 @@
 --       channel (of its events, with those of other jobs; absent: its own),
 --       callback_to (destination, '': no callback), callback_started (send a message at the start),
 --       callback_every (output tokens between progress messages; 0: none)
---       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
+--       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)  9 marks of its session and its prompt's prefixes
+--       (_residence.lua; absent, '': none)
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --                                the place is {} until start_ms has come
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
@@ -72,6 +73,7 @@ local function accept(tag, job, terms, argv, found, now)
     'token_bytes', job.token_bytes}
   if job.start > now then redis.call('HSET', job.key, 'start', job.start) end
   if job.priority ~= 0 then redis.call('HSET', job.key, 'priority', job.priority) end
+  if (argv[9] or '') ~= '' then redis.call('HSET', job.key, 'marks', argv[9]) end
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
@@ -113,7 +115,7 @@ local function submit(keys, argv)
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   job.part, job.created, job.start = terms.part, now, terms.start_ms or 0
-  job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
+  job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8] + #(argv[9] or '')
   local room = memory.room(tag, true)
   -- A flow that has been accepted must be able to end: its calls may use the reserve.
   if not ledger.is_call(job) and room <= 0 then

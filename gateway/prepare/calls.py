@@ -11,6 +11,7 @@ from contract.errors import BatchwayError
 from contract.function_types import Submission
 from contract.jobs import DEFAULT_LANES, Endpoint, Job
 from contract.model_cards import ModelCard
+from contract.residence import marks_of
 from gateway.http.errors import (
     UNSUPPORTED,
     ApiError,
@@ -23,7 +24,7 @@ from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deci
 from gateway.prepare.generation import prepare_generation
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import SHOWN, ChatBody, CompletionBody
-from gateway.prepare.unsupported import CallFields
+from gateway.prepare.unsupported import SESSION, CallFields
 from gateway.prepare.vectors import prepare_vectors
 from gateway.redis.broker import Broker
 from gateway.redis.known_models import NotAnnounced, model_failed
@@ -52,6 +53,8 @@ async def prepare_call(
         metadata = {**(body.metadata or {}), **submission.metadata}
         submission = replace(submission, metadata=metadata)
         job = replace(job, response=kept.encode())
+    if not job.session:
+        job = replace(job, session=session_of(body, submission))
     if body.priority is not None:
         submission = replace(submission, priority=body.priority)
     card = (await known.models()).get(job.model)
@@ -66,7 +69,16 @@ async def prepare_call(
             message = f"documents: {body.model!r} is no flow, and its chat template reads none"
             raise bad_request(UNSUPPORTED, message, "documents")
     submission = admit(gateway.settings, card, job, submission, memory_bytes)
-    return await _prepare_prompts(gateway, card, tokenizer, body, job, submission)
+    job, submission = await _prepare_prompts(gateway, card, tokenizer, body, job, submission)
+    if gateway.settings.prefers_cached:
+        submission = replace(submission, marks=marks_of(job))
+    return job, submission
+
+
+def session_of(body: CallFields, submission: Submission) -> str:
+    """The session that a call names: `prompt_cache_key`, or that in its metadata; "": none."""
+    metadata = {**(body.metadata or {}), **submission.metadata}
+    return body.prompt_cache_key or metadata.get(SESSION, "")
 
 
 async def _prepare_prompts(

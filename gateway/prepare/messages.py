@@ -1,5 +1,7 @@
 """The body of Anthropic's POST /v1/messages, and the chat that it asks for."""
 
+import hashlib
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,7 +16,14 @@ from gateway.prepare.calls import prepare_call
 from gateway.prepare.generation import BUDGET
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_PARTS, MAX_TOOLS, CallId, ChatBody, Schema, ToolName
-from gateway.prepare.unsupported import CallFields, StrictModel, refusal, unsupported
+from gateway.prepare.unsupported import (
+    MAX_SESSION,
+    SESSION,
+    CallFields,
+    StrictModel,
+    refusal,
+    unsupported,
+)
 from gateway.state import Gateway
 
 # Parameter -> values without effect.
@@ -55,6 +64,10 @@ class Source(StrictModel):
         return {"url": self.url, "file_id": self.file_id}
 
 
+# Where it is, the conversation is a session.
+CacheControl = Annotated[dict[str, Any] | None, Field(max_length=16)]
+
+
 class Part(StrictModel):
     """A text or an image."""
 
@@ -63,6 +76,7 @@ class Part(StrictModel):
     type: str = Field(json_schema_extra={"enum": [*kinds]})
     text: str | None = None
     source: Source | None = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -128,6 +142,7 @@ class ToolParam(StrictModel):
     description: schemas.Description | None = None
     input_schema: Schema
     strict: bool | None = None
+    cache_control: CacheControl = None
 
     def of_chat(self) -> dict[str, Any]:
         function = {name: getattr(self, name) for name in ("name", "description", "strict")}
@@ -188,6 +203,9 @@ class PromptBody(CallFields):
         BeforeValidator(lambda tier: "default" if tier == "standard_only" else tier),
     ] = Field(None, description="also `standard_only`; `priority` is the lane `interactive`")
     metadata: dict[str, Any] | None = Field(None, max_length=16, description="checked, ignored")
+    cache_control: CacheControl = Field(
+        None, description="here, or of blocks: calls of this conversation prefer one worker"
+    )
     context_management: dict[str, Any] | None = Field(None, max_length=16, description="ignored")
     diagnostics: dict[str, Any] | None = Field(None, max_length=16, description="ignored")
 
@@ -200,6 +218,7 @@ class PromptBody(CallFields):
         config = self.output_config or OutputConfig()
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SHARED}
         fields |= {"messages": self._chat_messages(), "priority": self.priority}
+        fields["prompt_cache_key"] = self._session(fields["messages"])
         fields["stop"] = getattr(self, "stop_sequences", None)
         fields["tools"] = [tool.of_chat() for tool in self.tools] if self.tools else None
         fields["reasoning_effort"] = config.effort
@@ -215,6 +234,19 @@ class PromptBody(CallFields):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         with schemas.renamed(_NAMES, most=1):
             return schemas.validated_chat(fields)
+
+    def _session(self, messages: list[dict[str, Any]]) -> str | None:
+        """The session that the call names; where it has breakpoints, what its conversation begins
+        with, up to the first of the user."""
+        if self.prompt_cache_key or SESSION in (self.metadata or ()):
+            return self.prompt_cache_key or str((self.metadata or {})[SESSION])[:MAX_SESSION]
+        blocks = itertools.chain(*(message.content for message in self.messages))
+        parts = itertools.chain[Part | ToolParam](self.system or (), self.tools or (), blocks)
+        if all(each.cache_control is None for each in (self, *parts)):
+            return None
+        roles = [message["role"] for message in messages]
+        first = messages[: 1 + roles.index("user")] if "user" in roles else messages[:1]
+        return hashlib.sha256(to_json(first)).hexdigest()
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         """Turns of one role that follow each other become one, as Anthropic's do."""

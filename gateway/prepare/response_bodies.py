@@ -369,7 +369,7 @@ class ResponseBody(Templated, Sampled, CallFields):
 
     unasked = UNSUPPORTED_OF_RESPONSES
     # Metadata is kept and shown.
-    ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+    ignored = ("prompt_cache_retention", "safety_identifier", "user")
 
     input: Input
     instructions: str | None = Field(None, description="first system message; no chain inherits it")

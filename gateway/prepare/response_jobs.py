@@ -12,7 +12,7 @@ from contract.jobs import Job
 from contract.response_events import Item, ResponseEvents, ResponseRecord, encode_record, item_id
 from gateway.follow.stored_responses import read_response, replayed, response_of_item
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request, invalid_value, not_found
-from gateway.prepare.calls import prepare_call
+from gateway.prepare.calls import prepare_call, session_of
 from gateway.prepare.response_bodies import HOSTED, NAMES, ItemReference, ResponseBody
 from gateway.prepare.schemas import renamed
 from gateway.settings import variable
@@ -22,8 +22,9 @@ MAX_REFERENCED = 16  # responses that one call refers to by their items
 _PREVIOUS = "previous_response_id"
 
 
-async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> list[Item]:
-    """Returns all items that the model receives. Items of earlier responses keep their ids. Raises
+async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> tuple[list[Item], str]:
+    """Returns all items that the model receives, and the session of the response that they go on
+    from ('': there is none). Items of earlier responses keep their ids. Raises
     ApiError: 404 if an id is unknown, belongs to another tenant, or has expired; 413 if the items
     are longer than a body may be that contains them."""
     params = _referenced(body)
@@ -36,13 +37,13 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
     if params:
         room.take(own.values())
     times = Counter(i.id for i in body.input if isinstance(i, ItemReference))
-    earlier: list[Item] = []
+    earlier, session = list[Item](), ""
     known: dict[str, Item] = {}
     for response, param in params.items():
-        found = await _items_after(gateway, response, tenant, param)
+        found, of_found = await _items_after(gateway, response, tenant, param)
         if response == body.previous_response_id:
             room.take(found)
-            earlier = found
+            earlier, session = found, of_found
         for each in found:
             if each["id"] in times and response_of_item(each["id"]) == response:
                 room.take([each], times[each["id"]])
@@ -52,7 +53,7 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
             if item.id not in known:
                 raise not_found("this item", "item_not_found", f"input.{i}.id")
             own[i] = known[item.id]
-    return earlier + [own[i] for i in range(len(body.input))]
+    return earlier + [own[i] for i in range(len(body.input))], session
 
 
 def _referenced(body: ResponseBody) -> dict[str, str]:
@@ -90,8 +91,11 @@ class _Room:
                 raise ApiError(413, "body_too_large", message, param="input")
 
 
-async def _items_after(gateway: Gateway, response_id: str, tenant: str, param: str) -> list[Item]:
-    """The items of a response, input and output, without log probabilities. Raises ApiError."""
+async def _items_after(
+    gateway: Gateway, response_id: str, tenant: str, param: str
+) -> tuple[list[Item], str]:
+    """The items of a response, input and output, without log probabilities, and its session. Raises
+    ApiError."""
     view, record = await read_response(gateway, response_id, tenant, param)
     if not view.is_terminal:
         raise bad_request("response_not_ended", f"{param}: that response has not ended yet", param)
@@ -99,7 +103,7 @@ async def _items_after(gateway: Gateway, response_id: str, tenant: str, param: s
     if response["status"] not in ("completed", "incomplete"):
         message = f"{param}: that response is {response['status']}"
         raise invalid_value(param, message)
-    return [*record.items, *response["output"]]
+    return [*record.items, *response["output"]], view.job.session
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -165,7 +169,10 @@ async def prepare_response(
         raise bad_request(UNSUPPORTED, f"{', '.join(names)}: {HOSTED}", "tools")
     metadata = {**(body.metadata or {}), **submission.metadata}
     submission = msgspec.structs.replace(submission, metadata=metadata)
-    items = await conversation(gateway, job.tenant, body)
+    items, earlier = await conversation(gateway, job.tenant, body)
+    # The first of a chain, which others may go on from, begins a session.
+    session = session_of(body, submission) or earlier or (job.id if body.is_stored else "")
+    job = msgspec.structs.replace(job, session=session)
     chat = body.chat(to_messages(items))
     with renamed(NAMES):
         job, submission = await prepare_call(gateway, chat, job, submission)

@@ -694,7 +694,7 @@ class ChatBody(WithTools, _SamplingBody):
 
     unasked = _OF_CHATS
     # Metadata of a stored chat is kept and shown.
-    ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+    ignored = ("prompt_cache_retention", "safety_identifier", "user")
 
     messages: Annotated[
         list[Message],

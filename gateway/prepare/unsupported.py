@@ -97,6 +97,8 @@ DESCRIPTIONS = _names(
 # Parts of a message that the model would not see, and marks of a last one that it is to continue.
 OF_MESSAGES = none_of("audio function_call refusal") | none_of("partial prefix", False)
 ROLES = frozenset({"function"})
+SESSION = "session"  # in metadata
+MAX_SESSION = 512  # characters
 PARTS = frozenset({"input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})
 _MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
@@ -260,7 +262,6 @@ class CallFields(StrictModel):
     # Validated, but without effect.
     ignored: ClassVar[tuple[str, ...]] = (
         "metadata",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "user",
@@ -278,9 +279,13 @@ class CallFields(StrictModel):
     )
     user: str | None = Field(None, max_length=512, description="checked, ignored")
     safety_identifier: str | None = Field(None, max_length=512, description="checked, ignored")
-    prompt_cache_key: str | None = Field(None, max_length=512, description="checked, ignored")
+    prompt_cache_key: str | None = Field(
+        None, max_length=MAX_SESSION, description="a session: its calls prefer one worker"
+    )
     prompt_cache_retention: str | None = Field(None, max_length=64, description="checked, ignored")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="checked, ignored")
+    metadata: dict[str, str] | None = Field(
+        None, max_length=16, description="`session` as `prompt_cache_key`; others are ignored"
+    )
 
     def left_out(self) -> list[str]:
         """The paths of its parts that have no effect."""
@@ -291,7 +296,8 @@ def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
     there are none. Those in objects are named by their path without positions."""
     found = [name for name in body.ignored if getattr(body, name) is not None]
-    names = _first(itertools.chain(found, body.left_out(), _ignored_in(body)))
+    chained = itertools.chain(found, body.left_out(), _ignored_in(body))
+    names = [n for n in _first(chained) if n != "metadata" or set(body.metadata or ()) != {SESSION}]
     shown = [_UNSAFE.sub("?", name) for name in names[:_MAX_NAMES]]
     if len(names) > _MAX_NAMES:
         shown.append("...")

@@ -173,6 +173,7 @@ class FakeWorker:
             return found
 
     async def _claimed(self) -> Claimed | None:
+        jobs: list[Claimed]
         try:
             jobs = await self.functions.claim(
                 self.incarnation,

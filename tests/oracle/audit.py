@@ -137,7 +137,7 @@ class Audit:
             self._memory_used[job_id] = sum(filter(None, used))
             for binary in (b"job", b"metadata", b"result", b"callback"):
                 raw[binary] = raw[binary].hex().encode() if binary in raw else b""
-            fields = {name.decode(): value.decode() for name, value in raw.items()}
+            fields = {name.decode(): value.decode(errors="replace") for name, value in raw.items()}
             jobs[job_id] = Record(f"job:{job_id}", fields)
             self._rows[job_id] = rows
             self._ttls[job_id] = (job_ttl, log_ttl)

@@ -45,6 +45,7 @@ class Entry:
     is_in_line: bool = True  # waits where it was submitted, neither returned nor moved
     priority: int = 0
     is_chat: bool = False
+    has_session: bool = False  # and so may be left to its worker
     start_ms: int = 0  # waits for it, outside of its queue; 0: no more
     is_suspect: bool = False
     forgotten_ms: int = 0
@@ -152,6 +153,7 @@ class Walk:
         start_ms = self.a_start() if self.flip(0.2) else 0
         terms["start_at_s"] = start_ms / 1000
         terms |= {"priority": rng.choice([0, 0, 0, -1, 2]), "is_chat": self.flip(0.5)}
+        terms["session"] = rng.choice(["", "", "s"])
         if self.flip(0.4):
             bounds = {"lane_bound_tokens": rng.choice([0, 120]), "lane_bound_s": rng.choice([0, 3])}
             terms |= self.limits | bounds
@@ -171,6 +173,7 @@ class Walk:
             *(attendance_ms, now_ms + attendance_ms if attendance_ms else 0),
             priority=terms["priority"],
             is_chat=terms["is_chat"],
+            has_session=bool(terms["session"]),
         )
         if start_ms > now_ms:
             entry.start_ms, entry.is_in_line = start_ms, False
@@ -274,6 +277,7 @@ class Walk:
         worker, slots, room = rng.choice(WORKERS), rng.choice([1, 2, 8]), rng.choice([12, 40, 1000])
         waiting = {n for n, e in self.ledger.items() if e.status == "queued"}
         options: dict[str, Any] = {"is_idle": self.flip(0.5), "loses_reply": self.flip(0.2)}
+        options["prompt_token_s"] = rng.choice([None, 0.1])
         names = world.claim(worker, slots, room, min_shares={"batch": 0.3}, **options)
         late = [name for name in waiting if world.now_ms >= self.ledger[name].deadline_ms]
         for name in late:  # a claim ends those that it finds
@@ -314,6 +318,8 @@ class Walk:
         for other in map(self.ledger.__getitem__, left):
             is_same = (other.name[0], other.lane) == (entry.name[0], entry.lane)
             turn, own = ((e.priority, e.deadline_ms // 1000, e.name) for e in (other, entry))
+            if other.has_session:
+                continue
             if is_same and turn < own and other.status == "queued" and other.is_in_line:
                 [other_cost] = self.world.field(other.name, "cost")
                 assert int(other_cost) / other.choices > cost, f"{other.name} was passed"

@@ -35,6 +35,7 @@ from contract.keys import Keys
 from contract.operations import Operations
 from contract.outbox import DoneVerdict, Outbox, Taken
 from contract.pauses import PauseLine, Pauses
+from contract.residence import marks_of
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.audit import Audit
 
@@ -381,6 +382,7 @@ def _asked(
     is_stored: bool = False,
     is_chat: bool = False,
     route: str = "",
+    session: str = "",
     callback: str = "",
     **terms: Any,
 ) -> tuple[Job, Submission]:
@@ -403,9 +405,11 @@ def _asked(
         created_s=0,
         weight=weight,
         parent=parent,
+        session=session,
     )
     limits = TenantLimits(**{name: terms.pop(name) for name in _LIMITS if name in terms})
     fields = {"max_output_tokens": cap, "deadline_s": 600.0, "retention_s": 600.0} | terms
+    fields["marks"] = marks_of(job)
     return job, Submission(**fields, limits=limits, callback=CALLBACKS.get(callback))
 
 

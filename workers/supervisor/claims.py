@@ -3,6 +3,7 @@ running job ends."""
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Claims:
     def __post_init__(self) -> None:
         self._checked_s = 0.0  # when room was last checked
         self._has_lost_reply = False
+        self._again_s = math.inf  # when jobs that were left to others are left no more
         self.read_terms()
 
     def read_terms(self) -> None:
@@ -39,7 +41,9 @@ class Claims:
     @property
     def rest_s(self) -> float:
         """Seconds until the next claim is due if nothing wakes the worker before."""
-        return min(POLL_S, self._holding.rest_s(self._clock_s(), self._checked_s))
+        now_s = self._clock_s()
+        left_s = max(0.0, self._again_s - now_s)
+        return min(POLL_S, left_s, self._holding.rest_s(now_s, self._checked_s))
 
     async def wait_for_wake(self) -> None:
         """Waits until there may be a job and room for it, or the next claim is due."""
@@ -89,7 +93,10 @@ class Claims:
                 free_tokens=engine.load.num_free_blocks * engine.ready.block_size,
                 is_idle=not holding.jobs,
                 config_version=engine.options.batching_version,
+                prompt_token_s=engine.prompts.token_s if engine.options.prefix_caching else None,
             )
+            again_s = claimed.again_s
+            self._again_s = math.inf if again_s is None else self._clock_s() + again_s
             await start(claimed)
         except BrokerUnavailable:
             self._has_lost_reply = True  # the call may have claimed jobs

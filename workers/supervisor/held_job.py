@@ -19,6 +19,7 @@ from contract.function_types import Claimed, JobMark
 from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef, SamplingParams
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
+from contract.residence import prefix_marks
 from contract.token_texts import NUM_CONTEXT_IDS, TextStream
 from workers.ipc.messages import ChoiceEnded, PromptLogprobsOut, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
@@ -307,6 +308,13 @@ class HeldJob:
             return self.cost_tokens
         num_output = self.num_output_tokens
         return self._num_prompt_tokens + num_output if num_output else 0
+
+    def held_marks(self) -> bytes:
+        """The marks of what the engine has computed for its first choice."""
+        job = self.job
+        if job.prompt_list or job.pooling:
+            return b""
+        return prefix_marks(job.tenant, (*job.prompt_ids, *self._choices[0].token_ids[:-1]))
 
     @property
     def num_output_tokens(self) -> int:

@@ -81,6 +81,26 @@ class Speed:
         return WorkerCapacity(*rates, max_tokens, max_jobs, tuple(lane_shares), lane_shares)
 
 
+_MIN_PROMPT_TOKENS = 64  # of a step that says what a prompt's token takes
+_PROMPT_TOKEN_S = 1e-3  # until one has said it
+
+
+class PromptSpeed:
+    """What a token of a prompt takes, by the steps that computed some."""
+
+    def __init__(self) -> None:
+        self.token_s = _PROMPT_TOKEN_S
+        self._is_known = False
+
+    def note(self, load: EngineLoad) -> None:
+        num_tokens = load.num_step_tokens - load.num_decode_tokens
+        if num_tokens >= _MIN_PROMPT_TOKENS:
+            token_s = load.step_s / load.num_step_tokens
+            share = _NEWEST_STEP if self._is_known else 1.0
+            self.token_s += share * (token_s - self.token_s)
+            self._is_known = True
+
+
 _NUM_STEPS = 8  # the shortest of the last steps predicts the current one
 # The claim is made before the end of the step by the largest of:
 _MIN_LEAD_S = 0.02
@@ -142,6 +162,7 @@ class EngineLink:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     load_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
+    prompts: PromptSpeed = field(default_factory=PromptSpeed)
     steps: StepClock = field(default_factory=StepClock)
 
     @property
@@ -157,6 +178,7 @@ class EngineLink:
         if load.num_step_tokens:
             self.speed.note_step(load.step_s)
             self.steps.end(load.step_s)
+            self.prompts.note(load)
         if load.gives_way:
             self.speed.note_room()
         if load.num_running:

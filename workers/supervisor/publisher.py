@@ -173,10 +173,12 @@ class Publisher:
                 number = job.next_number
                 result = job.result if fin is JobStatus.SUCCEEDED else None
                 marks = job.take_marks(time.monotonic())
+                keeps = fin is JobStatus.SUCCEEDED and self._holding.engine.options.prefix_caching
+                held = job.held_marks() if keeps else b""
                 items.append(
                     Append(
                         job_id, job.epoch, number, event, num_tokens, fin, code, message, result,
-                        marks=marks,
+                        marks=marks, held=held,
                     )
                 )  # fmt: skip
         return jobs, items

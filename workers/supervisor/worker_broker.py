@@ -25,6 +25,7 @@ from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    Claims,
     LaneRoom,
     Release,
     Verdict,
@@ -104,9 +105,11 @@ class WorkerBroker:
         free_tokens: int = 0,
         is_idle: bool,
         config_version: str,
-    ) -> list[Claimed]:
+        prompt_token_s: float | None = None,
+    ) -> Claims:
         """Claims from these lanes (name to minimum share) as far as there is room, then what other
-        workers offer, if it has up to `free_tokens`. `is_idle`: the worker holds no job."""
+        workers offer, if it has up to `free_tokens`. `is_idle`: the worker holds no job.
+        `prompt_token_s`: as Functions.claim."""
         arm = "" if self._settings.candidate_path is None else " candidate"
         sent_s = self._clock()
         claimed = await self._functions.claim(
@@ -120,6 +123,7 @@ class WorkerBroker:
             rooms=rooms,
             is_idle=is_idle,
             config_version=config_version + arm,
+            prompt_token_s=prompt_token_s,
         )
         if is_idle:
             self._note_renewal(sent_s)

@@ -129,6 +129,7 @@ class ModelCalls:
             metadata=self._flow.metadata,
             priority=self._flow.priority,
         )
+        job = replace(job, session=self.parent.session or self.parent.id)
         job, submission = await prepare_call(self.gateway, body, job, submission)
         return replace(job, parent=self.parent.id), submission
 
