@@ -181,9 +181,9 @@ end
 
 -- Settles a job's cost at its end: charges the tokens used and refunds the rest. A job that no worker
 -- claimed costs nothing.
--- In the tenant's meter the used tokens replace the reserved ones, those found in the cache at the price of
--- the submission's `cached_price`. Calls of a flow add theirs, and
--- the flow's job nothing, so that the meter is right however the flow ends.
+-- In the tenant's meter the used tokens replace the reserved ones, those of the prompt that were cached at
+-- the submission's `cached_price`. Calls of a flow add theirs, and the flow's job nothing, so that the meter
+-- is right however the flow ends.
 function ledger.settle(tag, job, status, now)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
   fairness.settle(tag, job, charge)

@@ -77,11 +77,8 @@ local function accept(tag, job, terms, argv, found, now)
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
-  if (terms.batch_price or 1) ~= 1 then
-    redis.call('HSET', job.key, 'batch_price', terms.batch_price)
-  end
-  if (terms.cached_price or 1) ~= 1 then
-    redis.call('HSET', job.key, 'cached_price', terms.cached_price)
+  for _, price in ipairs({'batch_price', 'cached_price'}) do
+    if (terms[price] or 1) ~= 1 then redis.call('HSET', job.key, price, terms[price]) end
   end
   if (terms.channel or '') ~= '' then redis.call('HSET', job.key, 'channel', terms.channel) end
   if (terms.asked_model or '') ~= '' then redis.call('HSET', job.key, 'asked_model', terms.asked_model) end

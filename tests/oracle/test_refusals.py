@@ -259,6 +259,9 @@ what was cached of the prompts of a job, at its price in the lane batch
   append t1 1 cached=1; append t1; append t1 1 shift=-1 cached=1; append t1 1 succeeded
   number HGET tenant:t tokens -> 3.0
   field t1 cached -> 2
+a price that is none
+  submit t1 cached_price=2 tokens_per_min=60; claim; append t1 2 succeeded cached=2
+  number HGET tenant:t tokens -> 5.0
 without a price it counts as any other
   submit t1 tokens_per_min=60; claim; append t1 2 succeeded cached=2
   number HGET tenant:t tokens -> 5.0
