@@ -104,6 +104,7 @@ class Quote(msgspec.Struct, frozen=True):
     service_s: float | None  # from its start to its end; None where unknown
     cost_tokens: int  # prompt and predicted output
     rates: RateLimits
+    num_cached_tokens: int = 0  # of the prompt, that a worker seems to hold
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):
@@ -335,6 +336,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     device: str = ""  # its name; empty: unknown
     notice: str = ""  # what operators should know of it
     num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    num_retained_blocks: int = 0  # part of the cached ones, for sessions whose tools run
     gpu_share: float | None = None  # of time in which its GPU computes; None: no GPU, or unknown
 
     @property

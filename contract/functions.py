@@ -146,13 +146,13 @@ class Functions(Partition):
     async def quote(self, job: Job, submission: Submission) -> Quote:
         """Returns what submit would reply; writes nothing."""
         reply = await self._call("quote", *_submit_arguments(job, submission), reads=True)
-        reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
+        reason, limit, retry_ms, place, service_ms, cost_tokens, rates, num_cached = reply
         limits = decode_rates(submission.limits, rates)
         refused = None
         if reason != b"OK":
             refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         service_s = service_ms / 1000 if service_ms else None
-        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
+        return Quote(refused, decode_position(place), service_s, cost_tokens, limits, num_cached)
 
     async def claim(
         self,
@@ -595,7 +595,7 @@ def decode_runs(raw: bytes) -> tuple[JobRun, ...]:
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
-    names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_retained_blocks")
     cached, share = info.get("num_cached_blocks"), info.get("gpu_share")
     return WorkerSnapshot(
         incarnation=incarnation.decode(),

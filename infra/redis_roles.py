@@ -24,10 +24,10 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx info persist "
-    "pexpire publish sadd scard set smembers srem time unlink xack xadd xclaim xdel xgroup|create "
-    "xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrank zrem zremrangebyscore "
-    "zrevrange zrevrank zscore"
+    "del exists get hdel hexists hget hgetall hincrby hkeys hlen hmget hrandfield hset hsetnx info "
+    "persist pexpire publish sadd scard set smembers srem time unlink xack xadd xclaim xdel "
+    "xgroup|create xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrank zrem "
+    "zremrangebyscore zrevrange zrevrank zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hlen hmget scard smembers time xrange zcard zcount zrange "

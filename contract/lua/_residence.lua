@@ -1,33 +1,28 @@
 -- Hints where content lies: claims prefer the workers that hold a job's prefix or its session. A content is
--- known by a mark of MARK bytes (contract/residence.py). The hashes `at:<model>` and `at:<model> other` have
--- for each mark the workers that hold it, the last one first; they take turns. A job's record has in `marks`
--- the mark of its session (NONE: it has none), then those of the prefixes of its prompt.
+-- known by a mark of MARK bytes (contract/residence.py). The hash `at:<model>` has for each mark the minute of
+-- the hint, then the workers that hold it, the last one first. A job's record has in `marks` the mark of its
+-- session (NONE: it has none), then those of the prefixes of its prompt.
 -- A hint may be wrong: then a job has waited in vain, for a time that is bounded.
 -- requires shared, pools
 
 local MARK = 8
 local NONE = '\0\0\0\0\0\0\0\0'
 local FIRST, PER_DOUBLING = 64, 4  -- positions of marks in tokens, as mark_positions has them
-local SINCE = 'since'              -- a field that is no mark
-local AGE_MS = 5 * 60 * 1000       -- hints live once to twice as long
-local MAX_HINTS = 50000            -- in each of the two hashes
+local MINUTE_MS, MAX_MINUTES = 60000, 10  -- for which a hint holds
+local MAX_HINTS = 100000           -- of a model; then those that a draw finds give way
 local MAX_HOLDERS = 4              -- of a mark
+local MAX_JUDGED = 32              -- jobs of a call that are judged: others go to any worker
 local MIN_LEFT_MS, MAX_LEFT_MS = 20, 2000  -- for which a worker leaves a job to another
 local FULLER = 0.5  -- of the places: by so much, times the share found, a holder may be fuller than others
 local SESSION_SHARE = 0.5          -- at least, of a job in a session
 
+local function hints_key(tag, model)
+  return tag .. ':at:' .. model
+end
+
 local function position(number)
   local octave = math.floor((number - 1) / PER_DOUBLING)
   return FIRST * 2 ^ octave * (1 + (number - 1) % PER_DOUBLING / PER_DOUBLING)
-end
-
--- Both hashes, the present one first, and since when (ms) it is that.
-local function hints(tag, model)
-  local one = tag .. ':at:' .. model
-  local other = one .. ' other'
-  local since, before = tonumber(redis.call('HGET', one, SINCE)), tonumber(redis.call('HGET', other, SINCE))
-  if (before or 0) > (since or 0) then return other, one, before end
-  return one, other, since
 end
 
 local function split(marks, first)
@@ -38,70 +33,68 @@ end
 
 -- Notes that a worker holds contents.
 function residence.note(tag, model, incarnation, marks, now)
-  local key, other, since = hints(tag, model)
-  if since and (now - since >= AGE_MS or redis.call('HLEN', key) >= MAX_HINTS) then
-    key, since = other, nil
-    redis.call('UNLINK', key)
-  end
-  local fields, changed = split(marks, 1), {}
-  local known = redis.call('HMGET', key, unpack(fields))
-  for i, field in ipairs(fields) do
-    local holders = {incarnation}
-    for holder in string.gmatch(known[i] or '', '%S+') do
-      if holder ~= incarnation and #holders < MAX_HOLDERS then table.insert(holders, holder) end
+  local key, fields, changed = hints_key(tag, model), split(marks, 1), {}
+  local minute = string.format('%d', now / MINUTE_MS)
+  for i, known in ipairs(redis.call('HMGET', key, unpack(fields))) do
+    local words, num = {minute, incarnation}, 1
+    for holder in string.gmatch(known or '', ' (%S+)') do
+      if holder ~= incarnation and num < MAX_HOLDERS then
+        table.insert(words, holder)
+        num = num + 1
+      end
     end
-    local value = table.concat(holders, ' ')
-    if value ~= known[i] then
-      table.insert(changed, field)
+    local value = table.concat(words, ' ')
+    if value ~= known then
+      table.insert(changed, fields[i])
       table.insert(changed, value)
     end
   end
   if #changed == 0 then return end
-  redis.call('HSET', key, SINCE, since or now, unpack(changed))
-  if not since then redis.call('PEXPIRE', key, 2 * AGE_MS) end
+  if redis.call('HLEN', key) >= MAX_HINTS then
+    redis.call('HDEL', key, unpack(redis.call('HRANDFIELD', key, #changed)))
+  end
+  redis.call('HSET', key, unpack(changed))
+  redis.call('PEXPIRE', key, MAX_MINUTES * MINUTE_MS)
 end
 
--- The marks of a prompt that its worker notes: deeper ones than a quarter of it, and the first, without
--- which none is looked for.
-local function noted(marks)
-  local num = #marks / MARK
-  return string.sub(marks, 1, MARK) .. string.sub(marks, MARK * math.max(1, num - 2 * PER_DOUBLING) + 1)
+-- Notes a job's prompt: what is deeper than a quarter of it, and the first mark, without which none is looked
+-- for.
+function residence.note_prompt(tag, job, now)
+  local marks = string.sub(job.marks or '', MARK + 1)
+  if job.keeps ~= '1' or marks == '' then return end
+  local deeper = math.max(MARK, #marks - 2 * PER_DOUBLING * MARK)
+  marks = string.sub(marks, 1, MARK) .. string.sub(marks, deeper + 1)
+  residence.note(tag, job.model, job.owner, marks, now)
 end
 
--- Notes the prefixes of a job's prompt, or longer ones that its worker has told of.
-function residence.note_prefixes(tag, job, marks, now)
-  if #marks > 0 then residence.note(tag, job.model, job.owner, noted(marks), now) end
+-- Notes what a worker holds of a job at its end: `marks` of the prompt, and of its answer behind it.
+function residence.note_answer(tag, job, marks, now)
+  local answer = string.sub(marks, math.max(0, #(job.marks or '') - MARK) + 1)
+  if job.keeps == '1' and answer ~= '' then residence.note(tag, job.model, job.owner, answer, now) end
 end
 
--- The live workers of a mark's value.
-local function living(tag, model, value, now, look)
-  local found = {}
-  for holder in string.gmatch(value or '', '%S+') do
-    local seen = look and look.seen[holder]
-    if seen == nil then
-      seen = tonumber(redis.call('ZSCORE', tag .. ':workers:' .. model, holder) or 0) >= now - WORKER_TTL_MS
-      if look then look.seen[holder] = seen end
+-- The live workers of a hint; nil where it is none, or too old. `look`: of a claim, remembers who lives.
+local function living(tag, model, hint, now, look)
+  local minute, found = tonumber(string.match(hint or '', '^%d+')), {}
+  if not minute or now / MINUTE_MS - minute > MAX_MINUTES then return nil end
+  for holder in string.gmatch(hint, ' (%S+)') do
+    local lives = look and look.lives[holder]
+    if lives == nil then
+      lives = tonumber(redis.call('ZSCORE', tag .. ':workers:' .. model, holder) or 0) >= now - WORKER_TTL_MS
+      if look then look.lives[holder] = lives end
     end
-    if seen then table.insert(found, holder) end
+    if lives then table.insert(found, holder) end
   end
   return found[1] and found
 end
 
--- The workers that hold the longest prefix of a prompt, and its length in tokens; nil: none does. `look`: of
--- a claim, remembers who lives.
+-- The workers that hold the longest prefix of a prompt, and its length in tokens; nil: none does.
 function residence.find(tag, model, marks, now, look)
-  local one, first = tag .. ':at:' .. model, string.sub(marks, MARK + 1, 2 * MARK)
-  if first == '' then return nil end
-  if not redis.call('HGET', one, first) and not redis.call('HGET', one .. ' other', first) then return nil end
-  local present, before = hints(tag, model)
-  local fields = split(marks, MARK + 1)
-  local values, old = redis.call('HMGET', present, unpack(fields)), nil
-  for number = #fields, 1, -1 do
-    if not values[number] then
-      old = old or redis.call('HMGET', before, unpack(fields))
-      values[number] = old[number]
-    end
-    local holders = living(tag, model, values[number], now, look)
+  local key, first = hints_key(tag, model), string.sub(marks, MARK + 1, 2 * MARK)
+  if first == '' or not redis.call('HGET', key, first) then return nil end
+  local hints = redis.call('HMGET', key, unpack(split(marks, MARK + 1)))
+  for number = #hints, 1, -1 do
+    local holders = living(tag, model, hints[number], now, look)
     if holders then return holders, position(number) end
   end
 end
@@ -110,9 +103,8 @@ end
 local function preferred(look, marks)
   local session, of_session = string.sub(marks, 1, MARK), nil
   if session ~= NONE then
-    local present, before = hints(look.tag, look.model)
-    local value = redis.call('HGET', present, session) or redis.call('HGET', before, session)
-    of_session = living(look.tag, look.model, value, look.now, look)
+    local hint = redis.call('HGET', hints_key(look.tag, look.model), session)
+    of_session = living(look.tag, look.model, hint, look.now, look)
   end
   local holders, tokens = residence.find(look.tag, look.model, marks, look.now, look)
   return of_session or holders, tokens or 0, of_session and SESSION_SHARE or 0
@@ -134,7 +126,7 @@ end
 -- What a claim knows of residence. `token_us`: what a token of a prompt takes the worker.
 function residence.look(tag, model, incarnation, token_us, now)
   return {tag = tag, model = model, incarnation = incarnation, token_us = token_us, now = now,
-    seen = {}, loads = {}, verdicts = {}}
+    lives = {}, loads = {}, verdicts = {}, num_judged = 0}
 end
 
 local function judged(look, id, marks)
@@ -166,6 +158,9 @@ end
 -- A holder has room while it is not much fuller than this worker, by what would be saved. A job is left for
 -- as long as its tokens that are found would take here: `look.again_ms` is when it is left no more.
 function residence.judge(look, id, marks)
-  if look.verdicts[id] == nil then look.verdicts[id] = judged(look, id, marks) or false end
+  if look.verdicts[id] == nil then
+    look.num_judged = look.num_judged + 1
+    look.verdicts[id] = look.num_judged <= MAX_JUDGED and judged(look, id, marks) or false
+  end
   return look.verdicts[id]
 end

@@ -56,7 +56,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane, continu
   if is_first then
     changed[11], changed[12] = 'first_token', now
     totals.first_output(tag, job, now)
-    if job.keeps == '1' then residence.note_prefixes(tag, job, string.sub(job.marks or '', MARK + 1), now) end
+    residence.note_prompt(tag, job, now)
   end
   redis.call('HSET', job.key, unpack(changed))
   if continues then running.store(tag, job) end
@@ -106,7 +106,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, n
   if item.fin == '' then
     table.insert(renewed, item.id)
   else
-    if item.held and job.keeps == '1' then residence.note_prefixes(tag, job, item.held, now) end
+    if item.held then residence.note_answer(tag, job, item.held, now) end
     if item.prompt_tokens > 0 then job.all_prompt_tokens = item.prompt_tokens end
     terminal(tag, job, item.fin, item.code, item.message, now, item.result)
   end

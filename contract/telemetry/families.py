@@ -99,6 +99,8 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
             gauges["worker_sequences"].add_metric((*labels, "running"), worker.num_running)
             gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
             gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
+            retained = worker.num_retained_blocks / max(1, worker.num_blocks)
+            gauges["kv_cache_retained_perc"].add_metric(labels, retained)
     yield from gauges.values()
     # Deliveries and corrections are the same in each model's snapshot.
     any_snapshot = next(iter(snapshots.values()), None)

@@ -183,6 +183,7 @@ _ALL = (
         "worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"
     ),
     _now("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.", "worker"),
+    _now("kv_cache_retained_perc", "Share of KV blocks kept while sessions' tools run.", "worker"),
     _gateway("admission_total", "Answers to new jobs.", "model_name", "lane", "outcome", "reason"),
     _gateway("tenant_admission_total", "Answers to new jobs, by tenant.", "tenant", "outcome"),
     _gateway("http_requests_total", "Requests answered.", "route", "method", "status"),

@@ -398,6 +398,7 @@ class QuoteObject(BaseModel):
     model: str
     lane: str
     prompt_tokens: int
+    predicted_cached_tokens: int
     predicted_output_tokens: int
     position: int | None
     eta_s: float | None
@@ -434,6 +435,7 @@ def _shown(job: Job, quote: Quote) -> QuoteObject:
         model=job.named_model,
         lane=job.lane,
         prompt_tokens=num_prompt,
+        predicted_cached_tokens=quote.num_cached_tokens,
         predicted_output_tokens=quote.cost_tokens - num_prompt,
         **place(quote.position),
         run_s=None if run_s is None else round(run_s, 1),

@@ -65,7 +65,7 @@ class FlowOracle(HashOracle):
 
     def draw(self, rng: random.Random) -> Ask:
         ask = super().draw(rng)
-        plain = {*_PASSED_ON, "model", "return_token_ids", "n"}
+        plain = {*_PASSED_ON, "model", "return_token_ids", "n", "prompt_cache_key"}
         flows = ["cascade", "vote", "nested"]
         if ask.endpoint == CHAT and set(ask.body) <= plain and ask.body["n"] == 1:
             flows += ["pipe"] * 2

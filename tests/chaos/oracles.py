@@ -51,6 +51,8 @@ class Oracle(Protocol):
 
 
 _CONSTRAINED_SHARE = 0.3
+# Of prompts: some worker holds those that are long.
+_OPENINGS = ("", "", *(f"as said in part {part}, " * 8 for part in "xyz"))
 _CONSTRAINTS: Mapping[str, Mapping[str, Any]] = {
     "json": {
         "guided_json": {
@@ -82,7 +84,8 @@ class HashOracle:
 
     def draw(self, rng: random.Random) -> Ask:
         endpoint = rng.choice((CHAT, COMPLETIONS))
-        text = f"{rng.randrange(10**6)} " * rng.randint(1, 6)
+        text = rng.choice(_OPENINGS) + f"{rng.randrange(10**6)} " * rng.randint(1, 6)
+        session = rng.choice(({}, {}, {"prompt_cache_key": rng.choice("abc")}))
         n = rng.choice((1, 1, 1, 2))
         sampling: dict[str, Any] = {
             "temperature": 1.0 if n > 1 else rng.choice((0.0, 1.0)),
@@ -103,7 +106,8 @@ class HashOracle:
         else:
             texts = [text, *(f"{text}{i}" for i in range(rng.choice((0, 0, 1, 3))))]
             asked, prompts = {"prompt": texts}, [encode_text(text) for text in texts]
-        body = {"model": self.model, "return_token_ids": True, **asked, **sampling, **constraint}
+        body = {"model": self.model, "return_token_ids": True, **asked, **sampling}
+        body |= {**constraint, **session}
         params = SamplingParams(**sampling, grammar=grammar)
         expected = tuple(
             tuple(self._output(prompt_ids, params, choice))

@@ -33,6 +33,7 @@ from contract.keys import Keys, new_job_id
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox, Taken
 from contract.pauses import PauseLine, Pauses
+from contract.residence import marks_of
 from infra.embedded_redis import EmbeddedRedis
 from workers.callbacks.service import MAX_TAKEN
 
@@ -163,7 +164,7 @@ class CrowdedRedis:
         return Submission(**(defaults | terms))
 
     async def submit(self, job: Job, **terms: Any) -> Job:
-        await self.functions.submit(job, self.submission(job, **terms))
+        await self.functions.submit(job, self.submission(job, marks=marks_of(job), **terms))
         return job
 
     async def submit_many(

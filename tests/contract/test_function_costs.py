@@ -113,6 +113,7 @@ async def claim(crowd: CrowdedRedis, **terms: Any) -> None:
         "max_tokens": 0,
         "config_version": "bea6cb1e",
         "min_shares": {"batch": 0.05, "scoring": 0.1},
+        "prompt_token_s": 1e-3,
     }
     await crowd.functions.claim(CLAIMER, MODEL, SERVED, **(fields | terms))
 
@@ -253,6 +254,19 @@ async def _(crowd: CrowdedRedis) -> Calls:
             await crowd.functions.reprioritise(job.id, job.tenant, deadline_s=0)
         yield claim(crowd, rooms=ALL_ROOM)
         await crowd.sweep()
+
+
+@case("claim", "past jobs whose sessions another worker holds")
+async def _(crowd: CrowdedRedis) -> Calls:
+    named = {"fields": {"session": "s", "num_prompt": 2_000}}
+    for tenant in TENANTS[-8:]:
+        await crowd.submit_many(1, tenant, URGENT, **named)
+    args: dict[str, Any] = {"lease_s": LEASE_S, "max_jobs": 8, "max_tokens": 10**9}
+    await crowd.functions.claim(WORKERS[9], MODEL, [URGENT], prompt_token_s=1e-3, **args)
+    for tenant in TENANTS[-8:]:
+        await crowd.submit_many(16, tenant, URGENT, **named)
+    for _ in range(5):
+        yield claim(crowd, rooms=ALL_ROOM)
 
 
 @case("claim", "past returned jobs of a tenant that is paused")

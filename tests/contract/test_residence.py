@@ -113,6 +113,14 @@ async def test_a_job_goes_to_the_worker_that_holds_its_beginning(
     assert ids(await claim(functions, "a")) == [job.id]
 
 
+async def test_a_quote_tells_what_is_likely_found(
+    functions: Functions, workers: tuple[str, str]
+) -> None:
+    for job, num_found in ((job_of((*HELD, 9)), 384), (job_of(HELD, tenant="u"), 0)):
+        quote = await functions.quote(job, make_submission(marks=marks_of(job)))
+        assert quote.num_cached_tokens == num_found
+
+
 async def test_it_waits_no_longer_than_it_saves(
     functions: Functions, workers: tuple[str, str], redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
@@ -239,23 +247,22 @@ async def test_what_a_tenant_wants_first_goes_before_what_is_held(
 async def test_hints_are_bounded(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """In number, and in age: the second generation goes with the next."""
-    await beat(functions, "a")
-    await beat(functions, "b")
+    """In age, and in number: others give way to new ones."""
+    for worker in ("a", "b"):
+        await beat(functions, worker)
     await run(functions, "a", job_of(HELD))
-    for minutes in (5, 5):
-        await pass_time(redis_client, keys, 60.0 * minutes)
-        await beat(functions, "a")
-        await run(functions, "a", job_of(range(9000 + minutes, 9400)))
-    await beat(functions, "b")
+    await pass_time(redis_client, keys, 11 * 60.0)
+    for worker in ("a", "b"):
+        await beat(functions, worker)
     job = await submit(functions, job_of(HELD))
     assert ids(await claim(functions, "b")) == [job.id]
-    hashes = [keys.of("at", "m"), keys.of("at", "m") + " other"]
-    for number in range(4):
-        for key in hashes:
-            await redis_client.hset(key, mapping={f"{number}{i:07}": "a" for i in range(25_000)})
+    key = keys.of("at", "m")
+    await redis_client.hset(key, mapping={f"{i:08}": "1 a" for i in range(100_000)})
+    for number in range(20):
         await run(functions, "a", job_of(range(number, 400 + number)))
-        assert sum([await redis_client.hlen(key) for key in hashes]) < 4 * 26_000
+    assert await redis_client.hlen(key) < 100_020
+    job = await submit(functions, job_of(range(19, 419)))
+    assert ids(await claim(functions, "b")) == []
 
 
 @pytest.mark.parametrize("seed", range(12))

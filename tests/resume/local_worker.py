@@ -93,8 +93,8 @@ class LocalWorker(Channel):
     # --- the supervisor's part ----------------------------------------------------------------
 
     def _take_output(self, out: TokenOut | ChoiceEnded) -> None:
-        if self._held[out.job_id][0].take(out):
-            self._to_engine.append(StopChoice(out.job_id, out.epoch, out.choice))
+        if (reason := self._held[out.job_id][0].take(out)) is not None:
+            self._to_engine.append(StopChoice(out.job_id, out.epoch, out.choice, reason))
 
     def _publish(self) -> None:
         """One event per job and step, so that a log can be cut at each of its tokens."""

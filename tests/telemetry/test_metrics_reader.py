@@ -8,7 +8,9 @@ from contract.telemetry.metrics_reader import MetricsSamples, look, quantile
 LANE = LaneSnapshot(
     num_queued=3, queued_tokens=700, num_running=2, running_tokens=90, oldest_wait_s=4.5
 )
-WORKER = WorkerSnapshot("w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25)
+WORKER = WorkerSnapshot(
+    "w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25, num_retained_blocks=10
+)
 
 
 def page_of(counts: Counts) -> MetricsSamples:
@@ -48,6 +50,7 @@ def test_rates_and_percentiles_are_of_the_window() -> None:
     assert 0.1 < lane.ttft_s[0] < lane.ttft_s[1] <= 0.25
     assert lane.wait_s is None
     assert (worker.worker, worker.kv_usage, worker.num_waiting) == ("w1", 0.75, 1)
+    assert page_of(counts).value("kv_cache_retained_perc", model_name="m", worker="w1") == 0.1
     assert engine.step_share == {"decode": 0.75, "mixed": 0.25, "prefill": 0.0}
     assert engine.busy == {"decode": 0.375, "mixed": 0.125, "prefill": 0.0}
     assert engine.prompt_share == 0.75

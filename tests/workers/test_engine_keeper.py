@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tokenizers import Tokenizer
 
 from contract.connection import end_tasks
-from contract.function_types import Append, Verdict
-from contract.jobs import FinishReason
-from tests.fakes import hash_tokenizer
+from contract.function_types import Append, Claimed, Verdict
+from contract.jobs import Endpoint, FinishReason
+from tests.fakes import EOS_ID, encode_text, hash_tokenizer
 from tests.hash_worker import hash_worker_settings
+from tests.workers.held import job_of
 from tests.workers.test_room import READY, start
-from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
+from workers.ipc.messages import EngineLoad, FromEngine, StopChoice, ToEngine, TokenOut
 from workers.output.formats import REASONING_FORMATS
 from workers.supervisor.engine_keeper import EngineKeeper, Watchdog
+from workers.supervisor.held_job import HeldJob, OutputFormats
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher, ResultKeeper
@@ -95,6 +99,36 @@ async def test_a_free_place_is_offered_once_the_step_is_recorded() -> None:
         assert not desk.holding.wake.is_set()
         await desk.holding.wake.wait()
         assert desk.engine.load == load(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "told"),
+    [
+        ('<call>{"name": "now", "arguments": {}}</call>', FinishReason.STOP, "tool_calls"),
+        ('<call>{"name": "now", "arguments": {}}</call>', FinishReason.LENGTH, None),
+        ('<call>{"name": "now", "arguments": {}}</call>.', None, "tool_calls"),
+        ("no call", FinishReason.STOP, None),
+        ("no call.", None, "stop"),
+    ],
+)
+async def test_the_engine_is_told_which_answers_call_a_tool(
+    text: str, reason: FinishReason | None, told: str | None
+) -> None:
+    """Whether the engine or the stop string "." ends them."""
+    files, sent = hash_tokenizer(), list[ToEngine]()
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    params = {"max_tokens": 99, "seed": 1, "stop": (".",)}
+    job = job_of((1, 2, 3), params=params, id=JOB, endpoint=Endpoint.CHAT, tools={"now": ()})
+    claimed = Claimed(job, 1, 1, 1, "", 0, 100.0, is_alone=False, cost_tokens=0)
+    async with contextlib.aclosing(Desk()) as desk:
+        desk.holding.start(HeldJob(claimed, tokenizer, OutputFormats(files, tokenizer)))
+        desk.engine.client = SimpleNamespace(send=sent.extend)  # type: ignore[assignment]
+        outs = [TokenOut(JOB, 1, 0, i, token_id) for i, token_id in enumerate(encode_text(text))]
+        if reason is not None:
+            outs.append(TokenOut(JOB, 1, 0, len(outs), EOS_ID, reason))
+        desk.receive([*outs, load(1.0)])
+        await booked()
+    assert sent == ([] if told is None else [StopChoice(JOB, 1, 0, FinishReason(told))])
 
 
 async def test_a_model_without_a_known_format_of_calls_has_no_tools() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.jobs import SamplingParams
+from contract.jobs import FinishReason, SamplingParams
 from contract.model_cards import Capabilities
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
@@ -37,6 +37,7 @@ from workers.ipc.messages import (
     Request,
     RunningJobs,
     Shutdown,
+    StopChoice,
     StrategyOptions,
     ToEngine,
     TokenOut,
@@ -169,6 +170,18 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
             if isinstance(m, TokenOut) and (m.job_id, m.choice) == (job.job_id, choice)
         ]
         assert reasons == [None] * (len(token_ids) - 1) + [reason]
+
+
+def test_a_choice_that_has_called_a_tool_is_retained(start_engine: StartEngine) -> None:
+    """The engine hears of it after the choice has ended; another reason retains nothing."""
+    engine = start_engine()
+    engine.send(start_message("plain", "a" * 40), start_message("calls", "b" * 40))
+    engine.receive_until(is_idle)
+
+    engine.send(StopChoice("plain", 1, 0), StopChoice("calls", 1, 0, FinishReason.TOOL_CALLS))
+
+    [load] = [m for m in engine.receive_until(is_idle) if isinstance(m, EngineLoad)]
+    assert 2 <= load.num_retained_blocks < (load.num_cached_blocks or 0)
 
 
 def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> None:

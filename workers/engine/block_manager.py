@@ -7,6 +7,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from workers.engine.interface import Chunk, EngineLimits, Model
+from workers.engine.retention import Retention
 from workers.engine.sequence import Sequence
 from workers.engine.states import StateSlots
 
@@ -23,19 +24,16 @@ class PrefixCache:
     def __init__(self, block_size: int, revision: str = "") -> None:
         self._block_size = block_size
         self._revision = revision
-        self._block_ids: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
+        self.block_ids: dict[bytes, int] = {}
+        self.keys: dict[int, bytes] = {}
         self._computing: dict[bytes, Sequence] = {}
-
-    def holds(self, block_id: int) -> bool:
-        return block_id in self._keys
 
     def find(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's prefix, never including its last token."""
         self.extend_keys(sequence, (sequence.num_known - 1) // self._block_size)
         found: list[int] = []
         for key in sequence.block_keys:
-            block_id = self._block_ids.get(key)
+            block_id = self.block_ids.get(key)
             if block_id is None or (len(found) + 1) * self._block_size >= sequence.num_known:
                 break
             found.append(block_id)
@@ -47,15 +45,15 @@ class PrefixCache:
         self.extend_keys(sequence, num_full)
         for index in range(sequence.num_keyed, num_full):
             key, block_id = sequence.block_keys[index], sequence.block_ids[index]
-            if key not in self._block_ids and block_id not in self._keys:
-                self._block_ids[key] = block_id
-                self._keys[block_id] = key
+            if key not in self.block_ids and block_id not in self.keys:
+                self.block_ids[key] = block_id
+                self.keys[block_id] = key
             self._forget_computing(key, sequence)
         sequence.num_keyed = max(sequence.num_keyed, num_full)
 
     def drop(self, block_id: int) -> None:
         """Forgets a block that will be overwritten."""
-        del self._block_ids[self._keys.pop(block_id)]
+        del self.block_ids[self.keys.pop(block_id)]
 
     def begin(self, sequence: Sequence) -> None:
         """Records that the sequence runs: it will compute its known blocks that are not cached."""
@@ -76,7 +74,7 @@ class PrefixCache:
 
     def audit(self, owners: Seq[Sequence]) -> None:
         """Asserts that keys and blocks agree, and that only `owners` compute."""
-        assert {key: block_id for block_id, key in self._keys.items()} == self._block_ids
+        assert {key: block_id for block_id, key in self.keys.items()} == self.block_ids
         assert set(self._computing.values()) <= set(owners)
 
     def _forget_computing(self, key: bytes, sequence: Sequence) -> None:
@@ -107,7 +105,7 @@ class BlockManager:
     Several sequences may share a full block, which is then never written. Blank blocks are reused
     last freed first, so that untouched pages stay uncommitted. Freed blocks in the prefix cache
     keep their content until no blank one is left. Then they are reused first freed first, and
-    within a sequence from its end, which fewer sequences share.
+    within a sequence from its end, which fewer sequences share; the retained ones last.
     """
 
     def __init__(
@@ -131,17 +129,19 @@ class BlockManager:
         self._blank_ids = list(range(num_blocks - 1, -1, -1))
         # Free and cached, in the order they were freed.
         self._kept_ids: OrderedDict[int, None] = OrderedDict()
+        self.retained_ids: OrderedDict[int, None] = OrderedDict()
+        self.retention = Retention(num_blocks)
         self._num_holders = [0] * num_blocks
         self.num_shared = 0  # references to blocks beyond the first of each
 
     @property
     def num_free(self) -> int:
-        return len(self._blank_ids) + len(self._kept_ids)
+        return len(self._blank_ids) + self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Free blocks whose content is kept for others until they are needed."""
-        return len(self._kept_ids)
+        return len(self._kept_ids) + len(self.retained_ids)
 
     @property
     def num_used(self) -> int:
@@ -219,10 +219,12 @@ class BlockManager:
             self.states.start(sequence, len(block_ids), num_cached)
         for block_id in block_ids:
             self._kept_ids.pop(block_id, None)
+            self.retained_ids.pop(block_id, None)
             self.num_shared += self._num_holders[block_id] > 0
             self._num_holders[block_id] += 1
         sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(block_ids) * self.block_size
+        self.sort(self.retention.end(sequence))
 
     def can_fork(self, num_tokens: int) -> bool:
         """Whether there is a block to copy when starting with another's first `num_tokens`
@@ -263,16 +265,25 @@ class BlockManager:
             if self._num_holders[block_id] > 0:
                 self.num_shared -= 1
                 continue
-            if self.cache is not None and self.cache.holds(block_id):
-                self._kept_ids[block_id] = None
+            if self.cache is not None and (key := self.cache.keys.get(block_id)):
+                self._free_ids(key)[block_id] = None
             else:
                 self._blank_ids.append(block_id)
         sequence.block_ids.clear()
         sequence.num_computed = 0
 
+    def sort(self, keys: Seq[bytes]) -> None:
+        """Retains the free blocks of these keys, or lets them go, as `retention` says now."""
+        for key in reversed(keys):
+            block_id = self.cache.block_ids.get(key) if self.cache is not None else None
+            if block_id is not None and not self._num_holders[block_id]:
+                self._kept_ids.pop(block_id, None)
+                self.retained_ids.pop(block_id, None)
+                self._free_ids(key)[block_id] = None
+
     def evict(self) -> None:
         """Forgets the content of all free blocks."""
-        while self._kept_ids:
+        while self.num_cached:
             self._blank_ids.append(self._forget_oldest())
 
     def audit(self, owners: Seq[Sequence]) -> None:
@@ -281,7 +292,8 @@ class BlockManager:
         held = Counter(block_id for owner in owners for block_id in owner.block_ids)
         assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)]
         assert self.num_shared == held.total() - self.num_used
-        assert sorted([*held, *self._blank_ids, *self._kept_ids]) == list(range(self.num_blocks))
+        free = [*self._blank_ids, *self._kept_ids, *self.retained_ids]
+        assert sorted([*held, *free]) == list(range(self.num_blocks))
         for owner in owners:
             assert owner.num_computed <= len(owner.block_ids) * self.block_size
             writable_ids = owner.block_ids[owner.num_computed // self.block_size :]
@@ -290,8 +302,9 @@ class BlockManager:
             self.states.audit(owners)
         if self.cache is not None:
             self.cache.audit(owners)
-            assert all(map(self.cache.holds, self._kept_ids))
-            assert not any(map(self.cache.holds, self._blank_ids))
+            retained = {i for i, key in self.cache.keys.items() if key in self.retention.keys}
+            assert self.retained_ids.keys() == retained - held.keys()
+            assert self._kept_ids.keys() == self.cache.keys.keys() - held.keys() - retained
 
     def _take(self) -> int:
         block_id = self._blank_ids.pop() if self._blank_ids else self._forget_oldest()
@@ -300,9 +313,12 @@ class BlockManager:
 
     def _forget_oldest(self) -> int:
         assert self.cache is not None
-        block_id, _ = self._kept_ids.popitem(last=False)
+        block_id, _ = (self._kept_ids or self.retained_ids).popitem(last=False)
         self.cache.drop(block_id)
         return block_id
+
+    def _free_ids(self, key: bytes) -> OrderedDict[int, None]:
+        return self.retained_ids if key in self.retention.keys else self._kept_ids
 
 
 def blocks_of(model: Model, limits: EngineLimits, revision: str) -> BlockManager:

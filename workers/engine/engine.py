@@ -70,12 +70,13 @@ class Engine(JobEngine):
         )
 
     def next_wake_s(self) -> float | None:
-        """As `JobEngine.next_wake_s`; later is after a strategy's wait or a job's deadline."""
+        """As `JobEngine.next_wake_s`; later is after a strategy's wait, a deadline, a retention."""
         now_s = self._clock_s()
         if self._ended_early or (self._batches.num_admitted and not self._is_idle):
             return now_s
         poll_s = now_s + POLL_S if self._constraints.is_compiling or self._is_idle else None
-        wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s)
+        gone_s = self._blocks.retention.next_s
+        wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s, gone_s)
         return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
     def reconfigure(
@@ -121,6 +122,7 @@ class Engine(JobEngine):
         """
         start_s = self._clock_s()
         report = self._begin_step(start_s)
+        self._blocks.sort(self._blocks.retention.expire(start_s))
         entered = self._batches.admit(self._scheduler.place, start_s)
         self._scheduler.admit(entered)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
@@ -166,6 +168,7 @@ class Engine(JobEngine):
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
         report.num_cached_blocks = self._blocks.num_cached
+        report.num_retained_blocks = len(self._blocks.retained_ids)
         report.num_step_seqs = num_streams + len(num_each)
         report.num_step_tokens = num_streams + sum(num_each)
         report.num_decode_tokens = num_streams + num_known.count(1) + num_drafted
@@ -184,6 +187,7 @@ class Engine(JobEngine):
     def _leave(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
             self._batches.remove(sequence)
+            self._blocks.retention.note_end(sequence)
 
     def _force(self, sequence: Sequence, report: StepReport) -> None:
         self._constraints.force(sequence, report)

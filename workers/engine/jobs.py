@@ -102,11 +102,14 @@ class JobEngine(ABC):
         if held is not None and held.epoch <= epoch:
             self._drop(job_id)
 
-    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None:
-        """Drops one choice of a job, without a report. Unknown ones have ended already."""
+    def stop_choice(self, job_id: str, epoch: int, choice: int, *, pauses: bool = False) -> None:
+        """Drops one choice, if it has not ended, without a report. Retains it if it `pauses`."""
         held = self._jobs.get(job_id)
         if held is not None and held.epoch == epoch and choice in held.sequences:
             self._remove([held.sequences[choice]])
+        if pauses:
+            blocks = self._scheduler.blocks
+            blocks.sort(blocks.retention.begin(job_id, epoch, choice))
 
     def reprioritise(
         self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None

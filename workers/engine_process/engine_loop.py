@@ -21,6 +21,7 @@ from enum import IntEnum
 import msgspec
 from msgspec.structs import replace
 
+from contract.jobs import FinishReason
 from contract.model_cards import Capabilities
 from workers import logs
 from workers.engine.interface import DEFAULT_STEP_TOKENS, Chunk, LoadedModel, ModelRefused
@@ -125,8 +126,9 @@ class EngineLoop:
                 return self._start(message)
             case StopJob(job_id, epoch):
                 self._engine.stop_job(job_id, epoch)
-            case StopChoice(job_id, epoch, choice):
-                self._engine.stop_choice(job_id, epoch, choice)
+            case StopChoice(job_id, epoch, choice, reason):
+                pauses = reason is FinishReason.TOOL_CALLS
+                self._engine.stop_choice(job_id, epoch, choice, pauses=pauses)
             case Reprioritise(job_id, epoch, lane, deadline_s):
                 self._engine.reprioritise(job_id, epoch, lane, _on_our_clock(deadline_s))
             case Reconfigure(options):

@@ -133,11 +133,12 @@ class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class StopChoice(msgspec.Struct, frozen=True, array_like=True, tag="stop_choice"):
-    """End one choice, whose text contains a stop string."""
+    """End one choice, whose text contains a stop string, or say that it has called a tool."""
 
     job_id: str
     epoch: int
     choice: int
+    reason: FinishReason = FinishReason.STOP
 
 
 class Reconfigure(msgspec.Struct, frozen=True, array_like=True, tag="reconfigure"):
@@ -288,6 +289,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     # `model_s` as predicted before the step. 0: there was no prediction yet; None: there never is.
     predicted_s: float | None = None
     num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    num_retained_blocks: int = 0  # part of the cached ones, for sessions whose tools run
     gives_way: bool = False  # lanes with `max_slowdown` had little of the step, beside others
 
 

@@ -200,7 +200,7 @@ class EngineKeeper:
         self._holding.spans.note_step(load)
 
     def _take_output(self, out: TokenOut | VectorOut | ChoiceEnded) -> None:
-        """Records output of one choice. Stops the choice in the engine after a stop string."""
+        """Records output of one choice. Tells the engine of a stop string or of tool calls."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
             if isinstance(out, TokenOut):
@@ -208,7 +208,7 @@ class EngineKeeper:
             return
         num_continuing = job.num_continuing
         try:
-            is_stopped = job.take(out)
+            reason = job.take(out)
         except Exception as exc:  # fails this job only
             log.error("job failed job_id=%s error=%s", out.job_id, type(exc).__name__)
             self._publisher.fail(job, ErrorCode.ENGINE_ERROR, "its output could not be decoded")
@@ -220,8 +220,8 @@ class EngineKeeper:
         self._publisher.note(job)
         if job.num_continuing < num_continuing or job.is_complete:
             self._frees_place = True
-        if is_stopped:
-            self._engine.send([StopChoice(out.job_id, out.epoch, out.choice)])
+        if reason is not None:
+            self._engine.send([StopChoice(out.job_id, out.epoch, out.choice, reason)])
 
 
 def _about(job: HeldJob) -> str:

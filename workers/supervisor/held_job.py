@@ -422,25 +422,25 @@ class HeldJob:
             self.job.num_image_tokens,
         )
 
-    def take(self, out: TokenOut | VectorOut | ChoiceEnded) -> bool:
-        """Takes engine output. Returns whether a stop string or token ends the choice here: the
-        caller must stop it in the engine, which knows no text and no reasoning."""
+    def take(self, out: TokenOut | VectorOut | ChoiceEnded) -> FinishReason | None:
+        """Takes engine output. Returns why the choice ends here, if the engine has not said it: the
+        caller must tell the engine, which knows no text, no reasoning and no tool calls."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
-            return False  # computed before the engine received the stop
+            return None  # computed before the engine received the stop
         choice.has_news = True
         if isinstance(out, VectorOut):
             choice.new_vector, choice.finish_reason = out.vector, FinishReason.STOP
             self.num_vector_bytes += len(out.vector)
-            return False
+            return None
         if isinstance(out, ChoiceEnded):
             choice.end(out.finish_reason)
-            return False
+            return None
         assert out.position == len(choice.token_ids), "the engine skipped a token"
         choice.push(out.token_id, out.finish_reason)
         if out.logprob is not None:
             choice.new_logprobs.append(out.logprob)
-        return out.finish_reason is None and choice.finish_reason is not None
+        return None if choice.finish_reason is out.finish_reason else choice.finish_reason
 
     def take_prompt(self, message: PromptLogprobsOut) -> None:
         self._scores[message.prompt].take(message.start, message.logprobs)

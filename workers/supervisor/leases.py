@@ -203,6 +203,7 @@ class LeaseKeeper:
                 "num_free_blocks": load.num_free_blocks,
                 "num_blocks": ready.num_blocks if ready else 0,
                 "num_cached_blocks": load.num_cached_blocks,
+                "num_retained_blocks": load.num_retained_blocks,
                 "block_size": ready.block_size if ready else 0,
                 "device": ready.device if ready else "",
                 "notice": settings.notice,

@@ -136,9 +136,9 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         self.harness.engine.stop_job(request.job_id, request.epoch)
         self.due.pop(request.job_id, None)
 
-    @rule(request=jobs, choice=st.integers(0, 5))
-    def stop_choice(self, request: Request, choice: int) -> None:
-        self.harness.engine.stop_choice(request.job_id, request.epoch, choice)
+    @rule(request=jobs, choice=st.integers(0, 5), pauses=st.booleans())
+    def stop_choice(self, request: Request, choice: int, pauses: bool) -> None:
+        self.harness.engine.stop_choice(request.job_id, request.epoch, choice, pauses=pauses)
         self.stopped.add((request.job_id, choice))
 
     @rule(request=jobs)
@@ -177,7 +177,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         self.harness.reconfigure(sizes, Strategies(default, {"batch": batch}), lanes)
         self.witness.forget_turns()
 
-    @rule(seconds=st.sampled_from((0.001, 0.03, 1.0)))
+    @rule(seconds=st.sampled_from((0.001, 0.03, 1.0, 20.0)))
     def wait(self, seconds: float) -> None:
         self.harness.now_s += seconds
 

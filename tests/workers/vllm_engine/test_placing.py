@@ -296,7 +296,7 @@ def test_whoever_waits_is_stopped_moved_and_ended_by_its_deadline_without_the_ho
     placed.step()
 
     placed.engine.stop_job("stopped", 1)
-    placed.engine.stop_choice("choices", 1, 0)
+    placed.engine.stop_choice("choices", 1, 0, pauses=True)
     placed.engine.reprioritise("moved", 1, "standard")
     assert placed.step().waiting_lanes == ("batch", "standard")
     placed.now_s = 6.0
