@@ -497,18 +497,20 @@ def _append_item(item: Append) -> bytes:
     event = encode(item.event) if item.event is not None else b""
     end = _encode_end(item) if item.fin else _NO_END
     num_cached = item.event.num_cached if isinstance(item.event, Tokens) else item.cached_tokens
-    if item.marks or num_cached:
-        end = _encode_marks(item.marks, num_cached) + end[1:]
+    if item.marks:
+        end = _encode_marks(item.marks) + end[1:]
+    if num_cached:
+        end = b"\0found\0" + _SIZE.pack(num_cached) + end[1:]
     if item.held:
         end = b"\0held\0" + _SIZE.pack(len(item.held)) + item.held + end[1:]
     head = _HEAD.pack(item.epoch, item.num_tokens, len(event))
     return b"".join((head, event, b"%d" % item.number, end))
 
 
-def _encode_marks(marks: Sequence[JobMark], num_cached: int) -> bytes:
+def _encode_marks(marks: Sequence[JobMark]) -> bytes:
     lines = [f"{m.kind} {m.begun_ms} {m.ended_ms} {m.num} {m.num_tokens}\n" for m in marks]
     raw = "".join(lines).encode()
-    return b"\0marked\0" + _SIZE.pack(num_cached) + _SIZE.pack(len(raw)) + raw
+    return b"\0marked\0" + _SIZE.pack(len(raw)) + raw
 
 
 def _encode_end(item: Append) -> bytes:

@@ -6,9 +6,10 @@
 --       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
 --       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none),
 --       the prompt tokens of all calls of a flow (0: of the job's own prompt). 'marked' in their place
---       is followed by MARKED: tokens of the prompt that the event's output found in the cache (with a
---       flow's end: of all its calls), lines of what the engine did with the job, and one of these three.
---       So is 'held', by marks of what the worker keeps of the job (_residence.lua), and one of the others.
+--       is followed by MARKED: lines of what the engine did with the job, and one of these three. Before these,
+--       and in this order: 'held', by as much: marks of what the worker keeps of the job (_residence.lua);
+--       'found', by FOUND: tokens of the prompt that the event's output found in the cache (with a flow's end:
+--       of all its calls).
 --       A line is `<kind> <begun> <ended> <times> <tokens>`, in ms ago
 -- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
 --       simply appended under its number
@@ -24,8 +25,8 @@
 -- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
-local MARKED = '<I4I4c0s'
-local HELD = '<I4c0s'
+local MARKED = '<I4c0s'
+local FOUND = '<I4s'
 local END = '<sI4c0I4c0I4'
 local MAX_SLOW = 8
 local FIRST_ID = 4  -- argument
@@ -94,7 +95,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, n
   end
   if job.tokens + num_tokens > job.max_tokens and not is_flow(job) then return 'OVER', job.tokens end
 
-  if item.marks and item.marks ~= '' then mark(job, item.marks, now) end
+  if item.marks then mark(job, item.marks, now) end
   if (item.cached or 0) > 0 then note_cached(tag, job, item.cached) end
   if item.event ~= '' then
     progress(tag, job, item.event, num_tokens, now, gains_by_lane, item.fin == '')
@@ -193,10 +194,13 @@ local function append(keys, argv)
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
         num_tokens = num_tokens, fin = fin, packed = stored}
       if item.fin == 'held' then
-        item.held, item.fin, from = struct.unpack(HELD, packed_items, from)
+        item.held, item.fin, from = struct.unpack(MARKED, packed_items, from)
+      end
+      if item.fin == 'found' then
+        item.cached, item.fin, from = struct.unpack(FOUND, packed_items, from)
       end
       if item.fin == 'marked' then
-        item.cached, item.marks, item.fin, from = struct.unpack(MARKED, packed_items, from)
+        item.marks, item.fin, from = struct.unpack(MARKED, packed_items, from)
       end
       if item.fin ~= '' then
         item.code, item.message, item.result, item.prompt_tokens, from =
