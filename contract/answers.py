@@ -186,15 +186,21 @@ def whole_calls(job: Job, choice: int, deltas: Sequence[ToolCallDelta]) -> list[
 
 
 def usage(
-    job: Job, num_prompt_tokens: int, num_output_tokens: int, num_reasoning: int | None = None
+    job: Job,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    num_cached: int,
+    num_reasoning: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the counts of tokens. `num_reasoning`: those of a chat's reasoning, in the output."""
+    """Returns the counts of tokens. `num_cached`: those of the prompt that were in the cache,
+    `num_reasoning`: those of a chat's reasoning, in the output."""
     if not job.shows_output:
         num_output_tokens = 0
     shown: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
         **cut_tokens(job),
     }
     if num_reasoning is not None and job.endpoint is Endpoint.CHAT:
@@ -246,6 +252,7 @@ class Chunks:
         self._repeats_usage = repeats_usage
         self._num_tokens: dict[int, int] = {}  # by choice
         self._num_reasoning = 0  # of them
+        self._num_cached = 0  # of the prompts
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
         self.needs_history = includes_usage or job.needs_tokenizer
@@ -255,7 +262,7 @@ class Chunks:
             prompt.clear()
         self._streams.clear()
         self._num_tokens.clear()
-        self._num_reasoning = 0
+        self._num_reasoning = self._num_cached = 0
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
         """Returns the chunks of one event; vectors have none. If choices begin in it, a chunk that
@@ -271,6 +278,7 @@ class Chunks:
         for delta in entry.event.deltas:
             self._num_tokens[delta.choice] = delta.start + len(delta.token_ids)
             self._num_reasoning += delta.num_reasoning
+        self._num_cached += entry.event.num_cached
         chunks = []
         if begun and (heads := self._heads(begun)):
             chunks.append(self._chunk(heads))
@@ -283,14 +291,17 @@ class Chunks:
             chunks[0] |= _of_prompt(self._job, self._prompts)
         return chunks
 
-    def end(self, num_prompt_tokens: int, num_output_tokens: int) -> list[dict[str, Any]]:
+    def end(
+        self, num_prompt_tokens: int, num_output_tokens: int, num_cached: int
+    ) -> list[dict[str, Any]]:
         """The last chunk, if the caller asked for usage."""
         if not self._includes_usage:
             return []
-        return [self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}]
+        used = self._used(num_prompt_tokens, num_output_tokens, num_cached)
+        return [self._chunk([]) | {"usage": used}]
 
-    def _used(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-        return usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
+    def _used(self, num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+        return usage(self._job, num_prompt, num_output, num_cached, self._num_reasoning)
 
     def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
         """What precedes a choice's output: the role in chats, the prompt in completions
@@ -318,7 +329,7 @@ class Chunks:
         chunk = {**self._head, "choices": choices}
         if self._includes_usage:
             num_tokens = sum(self._num_tokens.values())
-            so_far = self._used(self._job.num_prompt_tokens, num_tokens)
+            so_far = self._used(self._job.num_prompt_tokens, num_tokens, self._num_cached)
             chunk["usage"] = so_far if self._repeats_usage else None
         return chunk
 
@@ -393,12 +404,15 @@ class Answer:
             for delta in entry.event.deltas:
                 self._deltas[delta.choice].append(_shown(self._job, delta))
 
-    def build(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+    def build(
+        self, num_prompt_tokens: int, num_output_tokens: int, num_cached: int
+    ) -> dict[str, Any]:
         """The response. Choices that were cut off have no finish_reason."""
         answer = _head(self._job, is_chunk=False)
         answer["choices"] = [self._built(i, deltas) for i, deltas in enumerate(self._deltas)]
         num_reasoning = sum(delta.num_reasoning for each in self._deltas for delta in each)
-        answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens, num_reasoning)
+        num_tokens = num_prompt_tokens, num_output_tokens, num_cached
+        answer["usage"] = usage(self._job, *num_tokens, num_reasoning)
         return answer | _of_prompt(self._job, self._prompts)
 
     def _built(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:

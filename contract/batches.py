@@ -75,6 +75,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     num_input_tokens: int = 0  # of the lines that completed
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    cached_tokens: int = 0
     errors: Sequence[LineError] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

@@ -61,6 +61,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=Fals
     """New output of one or more choices."""
 
     deltas: tuple[ChoiceDelta, ...]
+    num_cached: int = 0  # tokens found in the cache, of the prompts whose first output this is
 
 
 class MemberRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -73,6 +74,7 @@ class MemberRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     output_tokens: int = 0
     code: str = ""  # of an ErrorCode, where it failed
     name: str = ""  # of a pipeline's step
+    cached_tokens: int = 0  # of the prompt, found in the cache
 
 
 class Members(msgspec.Struct, frozen=True, array_like=True, tag="members", gc=False):
@@ -89,6 +91,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end", gc=False):
     message: str
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the cache
 
     @property
     def error(self) -> tuple[str, str] | None:

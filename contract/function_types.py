@@ -58,6 +58,7 @@ class Submission(msgspec.Struct, frozen=True):
     lane_bound_s: float = field(default=0.0, name="lane_wait_s")  # predicted wait; 0: no bound
     limits: TenantLimits = TenantLimits()
     batch_price: float = 1.0  # of a token in the lane `batch`, in the meter of tokens: 0 to 1
+    cached_price: float = 1.0  # of a prompt's token found in the cache, likewise
     max_stored_bytes: int = field(default=0, name="max_bytes")  # of all kept jobs; 0: no bound
     max_tenant_stored_bytes: int = field(default=0, name="max_tenant_bytes")
     needs_worker: bool = False  # refuse without a live worker of the model
@@ -176,6 +177,7 @@ class Append(msgspec.Struct, frozen=True):
     message: str = ""
     result: ObjectRef | None = None  # with an end: the object that holds the log before it
     prompt_tokens: int = 0  # with a flow's end: of all its calls; 0: of the job's own prompt
+    cached_tokens: int = 0  # with a flow's end: of all its calls; others' events tell theirs
     marks: tuple["JobMark", ...] = ()
     held: bytes = b""  # with an end: marks of the prefixes that the worker keeps of it
 
@@ -267,6 +269,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     next_number: int = msgspec.field(name="next")
     num_output_tokens: int = msgspec.field(name="tokens")
     num_prompt_tokens: int = msgspec.field(name="prompt_tokens")
+    num_cached_tokens: int = msgspec.field(default=0, name="cached")  # of the prompt
     created_ms: int = msgspec.field(name="created")
     claimed_ms: int | None = msgspec.field(default=None, name="claimed")
     first_token_ms: int | None = msgspec.field(default=None, name="first_token")

@@ -32,7 +32,7 @@ from contract.errors import (
     RateLimits,
     WireError,
 )
-from contract.events import LogEntry
+from contract.events import LogEntry, Tokens
 from contract.function_types import (
     Append,
     Blame,
@@ -509,8 +509,11 @@ def _append_item(item: Append) -> bytes:
     would cost more than the value."""
     event = encode(item.event) if item.event is not None else b""
     end = _encode_end(item) if item.fin else _NO_END
+    num_cached = item.event.num_cached if isinstance(item.event, Tokens) else item.cached_tokens
     if item.marks:
         end = _encode_marks(item.marks) + end[1:]
+    if num_cached:
+        end = b"\0found\0" + _SIZE.pack(num_cached) + end[1:]
     if item.held:
         end = b"\0held\0" + _SIZE.pack(len(item.held)) + item.held + end[1:]
     head = _HEAD.pack(item.epoch, item.num_tokens, len(event))

@@ -46,6 +46,7 @@ class OutboxRecord(msgspec.Struct, frozen=True):
     created_ms: int = msgspec.field(default=0, name="created")  # when the job was submitted
     num_prompt_tokens: int = msgspec.field(default=0, name="prompt_tokens")
     num_output_tokens: int = msgspec.field(default=0, name="tokens")
+    num_cached_tokens: int = msgspec.field(default=0, name="cached")
     attempt: int = 0
     failures: int = 0  # failed attempts of this message
     callback: Callback | None = None  # None once it is delivered

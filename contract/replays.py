@@ -16,7 +16,7 @@ from contract.keys import Keys
 LEAST_RETENTION_S = 86_400.0  # so that the result can be read
 _FIELDS = (
     *("job", "lane", "max_tokens", "created", "deadline"),
-    *("ttl_ms", "max_attempts", "metadata", "callback", "batch_price", "priority"),
+    *("ttl_ms", "max_attempts", "metadata", "callback", "batch_price", "cached_price", "priority"),
 )
 
 
@@ -49,5 +49,6 @@ async def replay_of(
             metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
             callback=decode_callback(raw["callback"]) if raw["callback"] else None,
             batch_price=float(raw["batch_price"] or 1),
+            cached_price=float(raw["cached_price"] or 1),
             priority=int(raw["priority"] or 0),
         )

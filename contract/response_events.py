@@ -190,7 +190,10 @@ class ResponseEvents:
         num_input, num_output = view.num_prompt_tokens, view.num_output_tokens
         return {
             "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": view.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,

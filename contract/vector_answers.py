@@ -39,9 +39,11 @@ class VectorAnswer:
             for delta in entry.event.deltas:
                 self._vectors[delta.choice] = delta.vector
 
-    def build(self, num_prompt_tokens: int, num_output_tokens: int = 0) -> dict[str, Any]:
-        """The answer, once each prompt has its vector. Output tokens are of a flow's other
-        calls."""
+    def build(
+        self, num_prompt_tokens: int, num_output_tokens: int = 0, num_cached: int = 0
+    ) -> dict[str, Any]:
+        """The answer, once each prompt has its vector. Output and cached tokens, which it does not
+        show, are of a flow's other calls."""
         job = self._job
         assert all(self._vectors), "a job succeeds with all its vectors"
         answer: dict[str, Any] = {"id": _ID_PREFIXES[job.endpoint] + job.id.removeprefix("job-")}

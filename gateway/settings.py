@@ -233,6 +233,11 @@ class GatewaySettings(BaseSettings):
         "what a token in the lane `batch` counts in a tenant's tokens per minute; the same for "
         "all gateways",
     )
+    cached_price: Annotated[float, Field(ge=0, le=1)] = _set(
+        1.0,
+        "what a prompt's token that was found in a prefix cache counts there; the same for all "
+        "gateways",
+    )
     feeds_batches: bool = _set(True, "whether this gateway runs batches")
     idle_timeout_s: PositiveFloat = _set(
         75.0, "how long a connection is kept between requests; longer than a load balancer does"

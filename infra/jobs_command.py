@@ -137,6 +137,7 @@ def _shown(view: JobView) -> dict[str, Any]:
         "lane": view.lane,
         "attempt": view.attempt,
         "prompt_tokens": view.num_prompt_tokens,
+        "cached_tokens": view.num_cached_tokens,
         "output_tokens": view.num_output_tokens,
         "metadata": dict(view.metadata),
         "created": seconds(view.created_ms),

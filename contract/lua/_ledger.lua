@@ -151,11 +151,16 @@ function ledger.reserve(tag, job, tokens)
   end
 end
 
--- What a token of a job counts in its tenant's meter of tokens: in the lane `batch` its submission's
--- `batch_price`, from 0 to 1; elsewhere, and where the text is no such price, 1.
-function ledger.price(lane, text)
-  local price = lane == 'batch' and tonumber(text or 1)
+-- A price of a record, from 0 to 1; where the text is no such price, 1.
+local function readable_price(text)
+  local price = tonumber(text or 1)
   return price and price >= 0 and price <= 1 and price or 1
+end
+
+-- What a token of a job counts in its tenant's meter of tokens: in the lane `batch` its submission's
+-- `batch_price`, elsewhere 1.
+function ledger.price(lane, text)
+  return lane == 'batch' and readable_price(text) or 1
 end
 
 -- Lets the cost of a running job grow where it has drawn more, up to its cap, and with it what its tenant
@@ -176,13 +181,14 @@ end
 
 -- Settles a job's cost at its end: charges the tokens used and refunds the rest. A job that no worker
 -- claimed costs nothing.
--- In the tenant's meter the used tokens replace the reserved ones. Calls of a flow add theirs, and
--- the flow's job nothing, so that the meter is right however the flow ends.
+-- In the tenant's meter the used tokens replace the reserved ones, those of the prompt that were cached at
+-- the submission's `cached_price`. Calls of a flow add theirs, and the flow's job nothing, so that the meter
+-- is right however the flow ends.
 function ledger.settle(tag, job, status, now)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
   fairness.settle(tag, job, charge)
   if job.metered > 0 then
-    local used = is_flow(job) and 0 or charge
+    local used = is_flow(job) and 0 or charge - job.cached * (1 - readable_price(job.cached_price))
     local price = ledger.price(job.lane, job.batch_price)
     admission.meter(tag, job, (used - ledger.reserved(job)) * price, now)
   end

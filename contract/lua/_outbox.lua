@@ -73,7 +73,7 @@ function outbox.post(tag, job, kind, now, code, message)
   redis.call('HINCRBY', key, 'number', 1)
   redis.call('HSET', key, 'kind', kind, 'at', now, 'failures', 0, 'note', '', 'to', job.callback_to,
     'tenant', job.tenant, 'model', job.model, 'lane', job.lane, 'prompt_tokens', job.prompt_tokens,
-    'tokens', job.tokens, 'code', code, 'message', message,
+    'tokens', job.tokens, 'cached', job.cached, 'code', code, 'message', message,
     'created', job.created,
     'callback', redis.call('HGET', job.key, 'callback') or '')
   if TERMINAL[kind] then redis.call('PEXPIRE', key, OUTBOX_KEEP_MS) end

@@ -55,7 +55,7 @@ local OPEN = {queued = true, claimed = true, streaming = true}
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
   'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
-  'predicted', 'runs', 'start',
+  'predicted', 'runs', 'start', 'cached',
 }
 
 -- Fields of a job's record that functions use: required texts, numbers, other texts.
@@ -64,10 +64,11 @@ local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
   'callback_every', 'created', 'start', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes', 'priority',
+  'cached',
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
-  'passing', 'batch_price', 'runs', 'steered', 'channel', 'marks', 'keeps',
+  'passing', 'batch_price', 'cached_price', 'runs', 'steered', 'channel', 'marks', 'keeps',
 }
 for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
 for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
@@ -259,7 +260,7 @@ local function terminal(tag, job, status, code, message, now, result)
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   local bytes
   job.hash, bytes = write_event(tag, job.id, job.next, job.hash,
-    cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}), job.channel,
+    cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens, job.cached}), job.channel,
     job.news)
   job.next = job.next + 1
   local log_bytes = job.log_bytes + bytes

@@ -6,8 +6,10 @@
 --       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
 --       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none),
 --       the prompt tokens of all calls of a flow (0: of the job's own prompt). 'marked' in their place
---       is followed by MARKED: lines of what the engine did with the job, and one of these three. So
---       is 'held', by marks of what the worker keeps of the job (_residence.lua), and one of the others.
+--       is followed by MARKED: lines of what the engine did with the job, and one of these three. Before these,
+--       and in this order: 'held', by as much: marks of what the worker keeps of the job (_residence.lua);
+--       'found', by FOUND: tokens of the prompt that the event's output found in the cache (with a flow's end:
+--       of all its calls).
 --       A line is `<kind> <begun> <ended> <times> <tokens>`, in ms ago
 -- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
 --       simply appended under its number
@@ -24,6 +26,7 @@
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
 local MARKED = '<I4c0s'
+local FOUND = '<I4s'
 local END = '<sI4c0I4c0I4'
 local MAX_SLOW = 8
 local FIRST_ID = 4  -- argument
@@ -69,6 +72,15 @@ local function mark(job, lines, now)
   if #told <= MAX_RUNS_BYTES then redis.call('HSET', job.key, 'runs', told) end
 end
 
+-- Notes what was found in the cache, of one prompt or of all of a flow's calls.
+local function note_cached(tag, job, num_cached)
+  job.cached = job.cached + num_cached
+  redis.call('HSET', job.key, 'cached', job.cached)
+  if not is_flow(job) then
+    totals.add(tag, job.model, 'prompt_tokens_cached_total:' .. job.lane, num_cached)
+  end
+end
+
 -- Handles one item by the job's record: a verdict and its number.
 local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, news)
   local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
@@ -84,6 +96,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed, n
   if job.tokens + num_tokens > job.max_tokens and not is_flow(job) then return 'OVER', job.tokens end
 
   if item.marks then mark(job, item.marks, now) end
+  if (item.cached or 0) > 0 then note_cached(tag, job, item.cached) end
   if item.event ~= '' then
     progress(tag, job, item.event, num_tokens, now, gains_by_lane, item.fin == '')
     local every = item.fin == '' and job.callback_every or 0
@@ -182,6 +195,9 @@ local function append(keys, argv)
         num_tokens = num_tokens, fin = fin, packed = stored}
       if item.fin == 'held' then
         item.held, item.fin, from = struct.unpack(MARKED, packed_items, from)
+      end
+      if item.fin == 'found' then
+        item.cached, item.fin, from = struct.unpack(FOUND, packed_items, from)
       end
       if item.fin == 'marked' then
         item.marks, item.fin, from = struct.unpack(MARKED, packed_items, from)

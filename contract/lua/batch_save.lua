@@ -18,7 +18,7 @@ local function tell(tag, id, key, kind, now)
   if not record[1] then return end
   outbox.post(tag, {id = id, key = key, callback_to = record[1], tenant = record[2],
     created = record[3], model = redis.call('HGET', key, 'model') or '', lane = 'batch',
-    prompt_tokens = 0, tokens = 0}, kind, now, '', '')
+    prompt_tokens = 0, tokens = 0, cached = 0}, kind, now, '', '')
 end
 
 local function batch_save(keys, argv)

@@ -15,6 +15,7 @@
 --       weight (of the tenant, from now on; absent: 1),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
 --       batch_price (of a token in the lane `batch`, in the meter of tokens: 0 to 1; absent: 1),
+--       cached_price (of a prompt's token found in the cache, likewise),
 --       is_counted (enter has counted it as a request; absent: no),
 --       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
 --       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
@@ -76,8 +77,8 @@ local function accept(tag, job, terms, argv, found, now)
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
-  if (terms.batch_price or 1) ~= 1 then
-    redis.call('HSET', job.key, 'batch_price', terms.batch_price)
+  for _, price in ipairs({'batch_price', 'cached_price'}) do
+    if (terms[price] or 1) ~= 1 then redis.call('HSET', job.key, price, terms[price]) end
   end
   if (terms.channel or '') ~= '' then redis.call('HSET', job.key, 'channel', terms.channel) end
   if (terms.asked_model or '') ~= '' then redis.call('HSET', job.key, 'asked_model', terms.asked_model) end

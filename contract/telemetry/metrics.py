@@ -99,6 +99,7 @@ def _gateway(name: str, help_: str, *labels: str, is_gauge: bool = False) -> Met
 
 _ALL = (
     _jobs("prompt_tokens_total", "Prompt tokens of jobs that have had output."),
+    _jobs("prompt_tokens_cached_total", "Those of them that were found in a prefix cache."),
     _jobs("generation_tokens_total", "Output tokens in the jobs' logs."),
     _jobs("requests_total", "Ended jobs.", "status"),
     _jobs("refusals_total", "New jobs that Redis refused, of all gateways.", "reason"),

@@ -36,10 +36,15 @@ CutTokens = Annotated[
 ]
 
 
+class PromptDetails(Shown):
+    cached_tokens: int = Field(description="found in the model's prefix cache")
+
+
 class Usage(Shown):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     truncated_tokens: CutTokens = None
 
 

@@ -251,9 +251,9 @@ def job_object(
     wait: WorkerWait | None = None,
 ) -> JobObject:
     """Returns the object of a job. `members`: the calls of a flow."""
-    num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
+    num_tokens = view.num_prompt_tokens, view.num_output_tokens, view.num_cached_tokens
     if view.job.flow is not None and members:
-        num_prompt, num_output = _sums(members)
+        num_tokens = _sums(members)
     return JobObject(
         **_shown_view(view, wait),
         tenant=view.job.tenant,
@@ -268,7 +268,7 @@ def job_object(
             for run in view.runs
         ],
         metadata=dict(view.metadata),
-        usage=Usage(**usage(view.job, num_prompt, num_output)),
+        usage=Usage(**usage(view.job, *num_tokens)),
         timings=_timings(view),
         predicted_wait_s=_seconds(view.predicted_wait_ms),
         wait_s=_seconds(view.wait_ms),
@@ -293,10 +293,12 @@ def member_object(job: Job, member: TreeCall, prices: Mapping[str, float]) -> Me
     """A call of `job`. `prices`: of a million output tokens, by model."""
     run, view = member.run, member.view
     calls = [member_object(job, each, prices) for each in member.calls]
-    status, num_tokens = run.status or JobStatus.CLAIMED, (run.prompt_tokens, run.output_tokens)
+    status = run.status or JobStatus.CLAIMED
+    num_tokens = run.prompt_tokens, run.output_tokens, run.cached_tokens
     if view is not None:
         status = view.status
-        num_tokens = _sums(calls) if calls else (view.num_prompt_tokens, view.num_output_tokens)
+        num_tokens = view.num_prompt_tokens, view.num_output_tokens, view.num_cached_tokens
+        num_tokens = _sums(calls) if calls else num_tokens
     used = Usage(**usage(job, *num_tokens))
     fields: dict[str, Any] = {
         "model": run.model,
@@ -320,10 +322,14 @@ def cost_of(
     return None if None in costs else sum(cost for cost in costs if cost is not None)
 
 
-def _sums(calls: Sequence[MemberObject]) -> tuple[int, int]:
-    """Prompt and output tokens."""
+def _sums(calls: Sequence[MemberObject]) -> tuple[int, int, int]:
+    """Prompt, output and cached tokens."""
     used = [call.usage for call in calls]
-    return sum(u.prompt_tokens for u in used), sum(u.completion_tokens for u in used)
+    return (
+        sum(u.prompt_tokens for u in used),
+        sum(u.completion_tokens for u in used),
+        sum(u.prompt_tokens_details.cached_tokens for u in used),
+    )
 
 
 def _timings(view: JobView) -> Timings:

@@ -45,13 +45,14 @@ class MessageEvents:
         self._content: list[dict[str, Any]] = []
         self._open: tuple[str, int | None] | None = None  # kind of the last block, and its call
         self._texts: list[str] = []  # of it
-        self._num_thinking_tokens = 0
+        self._num_thinking_tokens = self._num_cached = 0
         self._stop: dict[str, str | None] = {"stop_reason": "end_turn", "stop_sequence": None}
 
     def of(self, entry: LogEntry) -> list[Event]:
         """The events of one entry before the end of the log."""
         if not isinstance(entry.event, Tokens):
             return []
+        self._num_cached += entry.event.num_cached
         return [*self._begun(), *(e for delta in entry.event.deltas for e in self._of_delta(delta))]
 
     add = of
@@ -60,9 +61,9 @@ class MessageEvents:
         """What is sent while nothing comes."""
         return [*self._begun(), {"type": "ping"}]
 
-    def end(self, num_prompt_tokens: int, num_output_tokens: int) -> list[Event]:
+    def end(self, num_prompt_tokens: int, num_output_tokens: int, num_cached: int) -> list[Event]:
         """The last events, of a job that has succeeded."""
-        usage = self._usage(num_prompt_tokens, num_output_tokens)
+        usage = self._usage(num_prompt_tokens, num_output_tokens, num_cached)
         return [
             *self._begun(),
             *self._closed(),
@@ -70,10 +71,12 @@ class MessageEvents:
             {"type": "message_stop"},
         ]
 
-    def build(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+    def build(
+        self, num_prompt_tokens: int, num_output_tokens: int, num_cached: int
+    ) -> dict[str, Any]:
         """The whole message."""
         self._closed()
-        usage = self._usage(num_prompt_tokens, num_output_tokens)
+        usage = self._usage(num_prompt_tokens, num_output_tokens, num_cached)
         return self._message(usage) | {"content": self._content} | self._stop
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -88,11 +91,14 @@ class MessageEvents:
             "usage": usage,
         }
 
-    def _usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+    def _usage(
+        self, num_prompt_tokens: int, num_output_tokens: int, num_cached: int
+    ) -> dict[str, Any]:
+        """As Anthropic counts: the input is what was not read from the cache."""
         return {
-            "input_tokens": num_prompt_tokens,
+            "input_tokens": num_prompt_tokens - num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
             "output_tokens": num_output_tokens,
             "output_tokens_details": {"thinking_tokens": self._num_thinking_tokens},
         }
@@ -102,7 +108,7 @@ class MessageEvents:
         if self._has_begun:
             return []
         self._has_begun = True
-        message = self._message(self._usage(self._job.num_prompt_tokens, 0))
+        message = self._message(self._usage(self._job.num_prompt_tokens, 0, self._num_cached))
         return [{"type": "message_start", "message": message}]
 
     def _of_delta(self, delta: ChoiceDelta) -> list[Event]:

@@ -101,7 +101,7 @@ async def whole_answer(call: SyncCall, message: MessageEvents | None = None) -> 
     end = await _collected(call, answer)
     if end is None:
         raise await call.hand_over()
-    return await built(answer, end.prompt_tokens, end.output_tokens)
+    return await built(answer, end.prompt_tokens, end.output_tokens, end.cached_tokens)
 
 
 async def _collected(
@@ -131,7 +131,8 @@ async def ended_answer(gateway: Gateway, view: JobView) -> dict[str, Any]:
         return await ended_response(gateway, view, record)
     answer = await answer_to(gateway, await gateway.whole(view.job))
     await replay(gateway, view, answer.add)
-    return await built(answer, view.num_prompt_tokens, view.num_output_tokens)
+    num_tokens = view.num_prompt_tokens, view.num_output_tokens, view.num_cached_tokens
+    return await built(answer, *num_tokens)
 
 
 async def answer_to(gateway: Gateway, job: Job) -> Answer | VectorAnswer:
@@ -144,12 +145,15 @@ async def answer_to(gateway: Gateway, job: Job) -> Answer | VectorAnswer:
 
 
 async def built(
-    answer: Answer | MessageEvents | VectorAnswer, num_prompt_tokens: int, num_output_tokens: int
+    answer: Answer | MessageEvents | VectorAnswer,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    num_cached: int,
 ) -> dict[str, Any]:
     """The whole response; with vectors in a thread, because there may be millions of numbers."""
     if isinstance(answer, VectorAnswer):
         return await asyncio.to_thread(answer.build, num_prompt_tokens, num_output_tokens)
-    return answer.build(num_prompt_tokens, num_output_tokens)
+    return answer.build(num_prompt_tokens, num_output_tokens, num_cached)
 
 
 def reset_error() -> ApiError:
@@ -185,7 +189,8 @@ async def call_stream(
                 case LogEntry(event=End() as end):
                     if (failure := failure_of(end)) is not None:
                         raise failure
-                    if last := chunks.end(end.prompt_tokens, end.output_tokens):
+                    num_tokens = end.prompt_tokens, end.output_tokens, end.cached_tokens
+                    if last := chunks.end(*num_tokens):
                         yield _encoded(chunks, last)
                     break
                 case [*entries]:

@@ -166,6 +166,7 @@ def admit(
         lane_bound_tokens=bound_tokens,
         lane_bound_s=bound_s,
         batch_price=settings.batch_price,
+        cached_price=settings.cached_price,
         max_stored_bytes=max_stored_bytes,
         max_tenant_stored_bytes=max_tenant_stored_bytes,
         cold_start_s=settings.cold_start_s,

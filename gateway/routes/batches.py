@@ -144,7 +144,7 @@ def batch_object(batch: Batch) -> BatchObject:
         ),
         usage=BatchUsage(
             input_tokens=batch.input_tokens,
-            input_tokens_details=CachedTokens(cached_tokens=0),
+            input_tokens_details=CachedTokens(cached_tokens=batch.cached_tokens),
             output_tokens=batch.output_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=batch.reasoning_tokens),
             total_tokens=batch.input_tokens + batch.output_tokens,

@@ -22,7 +22,7 @@ from tests.batches.conftest import gateway_client, serving
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.gateway.fake_worker import MODEL, FakeWorker, finds, publish_model
 
 pytestmark = pytest.mark.anyio
 
@@ -91,6 +91,7 @@ async def test_a_batch_answers_every_line(
 ) -> None:
     """In the order of its file, with the answers of calls; the jobs leave nothing in Redis. Blank
     lines, byte order marks and other names of a line are ignored, over several parts."""
+    worker.script = finds(1, worker.script)
     asked = [line(f"id-{number}", url) | {"more": number} for number in range(150)]
     blank = itertools.cycle([b"\n", b"", b"  \t\r\n", b"\xef\xbb\xbf", b"\r\n\n"])
     content = b"".join(next(blank) + jsonl([each]) for each in asked) + b"\n\n"
@@ -109,6 +110,8 @@ async def test_a_batch_answers_every_line(
     assert batch.usage is not None
     assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in used) > 150
     assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in used) > 150
+    assert batch.usage.input_tokens_details.cached_tokens == 150
+    assert {each["prompt_tokens_details"]["cached_tokens"] for each in used} == {1}
     for each in found:
         assert (each["error"], each["response"]["status_code"]) == (None, 200)
         choice = each["response"]["body"]["choices"][0]

@@ -17,7 +17,7 @@ from tests.batches.test_batches import Url, ended, ids, jsonl, results, start
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
 from tests.gateway.conftest import make_settings
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.gateway.fake_worker import MODEL, FakeWorker, finds, publish_model
 from tests.gateway.test_responses_api import TOOL, thinks_and_calls
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +53,7 @@ async def test_a_batch_responds_to_every_line(
 ) -> None:
     """With whole responses, in the order of its file; unless they are to be stored, nothing of them
     is left."""
+    worker.script = finds(1, worker.script)
     asked = [line(f"id-{number}", metadata={"number": str(number)}) for number in range(70)]
     batch = await run(client, *asked)
     assert (batch.endpoint, batch.status, batch.error_file_id) == (RESPONSES, "completed", None)
@@ -60,6 +61,8 @@ async def test_a_batch_responds_to_every_line(
     used = [each.usage for each in await bodies(client, batch)]
     for name in ("input_tokens", "output_tokens", "total_tokens"):
         assert getattr(batch.usage, name) == sum(getattr(each, name) for each in used) > 70
+    assert batch.usage is not None
+    assert batch.usage.input_tokens_details.cached_tokens == 70
     found = await bodies(client, batch)
     for number, response in enumerate(found):
         assert (response.status, response.output_text) == ("completed", "Hello wörld!")

@@ -72,7 +72,7 @@ async def ended_job(
     await functions.submit(job, make_submission(callback=callback))
     [claimed] = await claim(functions)
     delta = ChoiceDelta(0, 0, (7,), text, FinishReason.STOP)
-    item = Append(job.id, claimed.epoch, 1, Tokens((delta,)), 1, JobStatus.SUCCEEDED)
+    item = Append(job.id, claimed.epoch, 1, Tokens((delta,), 2), 1, JobStatus.SUCCEEDED)
     await functions.append("w1", [item], lease_s=10)
     return job
 
@@ -99,7 +99,12 @@ async def test_a_callback_is_signed_and_thin(
     assert message.body["type"] == "job.succeeded"
     data = message.body["data"]
     assert (data["id"], data["status"], data["error"]) == (job.id, "succeeded", None)
-    assert data["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    assert data["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 1,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert data["result_url"] == f"/v1/jobs/{job.id}"
     assert "said" not in json.dumps(message.body)
 

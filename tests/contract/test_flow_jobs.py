@@ -142,20 +142,21 @@ async def test_a_flow_s_bill_has_the_prompts_of_its_calls(
     parent = make_parent()
     await functions.submit(parent, make_submission())
     [claimed] = await claim(functions)
-    runs = (MemberRun("a", "x", JobStatus.SUCCEEDED, 7, 4),)
+    runs = (MemberRun("a", "x", JobStatus.SUCCEEDED, 7, 4, cached_tokens=3),)
     first = Append(parent.id, claimed.epoch, 1, tokens(0, 1, 2), 2)
-    last = Append(
-        parent.id, claimed.epoch, 2, Members(runs), 2, JobStatus.SUCCEEDED, prompt_tokens=7
-    )
+    end = {"fin": JobStatus.SUCCEEDED, "prompt_tokens": 7, "cached_tokens": 3}
+    last = Append(parent.id, claimed.epoch, 2, Members(runs), 2, **end)  # type: ignore[arg-type]
     assert await append(functions, "w1", first) == [(Verdict.OK, 2)]
     audit.check()
     await append(functions, "w1", last)
     view, entries = await functions.read(parent.id, "t", max_events=9) or (None, [])
     assert view is not None
-    assert (view.num_prompt_tokens, view.num_output_tokens) == (7, 4)
+    assert (view.num_prompt_tokens, view.num_output_tokens, view.num_cached_tokens) == (7, 4, 3)
     assert entries[-2].event == Members(runs)
-    assert msgspec.structs.astuple(entries[-1].event)[3:] == (7, 4)
+    assert msgspec.structs.astuple(entries[-1].event)[3:] == (7, 4, 3)
     assert await redis_client.hget(keys.of("job", parent.id), "charge") == b"11"
+    totals = await redis_client.hgetall(keys.of("totals", "m"))
+    assert b"prompt_tokens_cached_total:standard" not in totals  # its calls have counted them
     counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
     assert set(counters.values()) == {b"0"}
     audit.check()

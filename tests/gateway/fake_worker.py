@@ -60,6 +60,20 @@ def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
     return script
 
 
+def finds(num_cached: int, script: Script) -> Script:
+    """The script, with so many tokens of the prompt found in the cache."""
+
+    def found(job: Job) -> list[Prompt | Tokens]:
+        events, is_first = list[Prompt | Tokens](), True
+        for event in script(job):
+            if isinstance(event, Tokens) and is_first:
+                event, is_first = Tokens(event.deltas, num_cached), False
+            events.append(event)
+        return events
+
+    return found
+
+
 def _prompts(job: Job) -> list[Prompt | Tokens]:
     num_top = job.params.prompt_logprobs
     if num_top is None:

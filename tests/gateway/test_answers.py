@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.fakes import encode_text
-from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.fake_worker import MODEL, FakeWorker, finds, says
 from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
@@ -89,13 +89,15 @@ async def test_a_stream_without_an_idempotency_key_is_plain(
 
 async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """`continuous_usage_stats`, also after a stream is resumed."""
-    worker.script = says("a", "b", "c")
+    worker.script = finds(1, says("a", "b", "c"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}
     headers = {"idempotency-key": "continuous"}
     whole = (await http.post("/v1/completions", json=body, headers=headers)).text
     chunks = whole_stream(whole)
     counts = [chunk.data["usage"]["completion_tokens"] for chunk in chunks]
+    details = [chunk.data["usage"]["prompt_tokens_details"] for chunk in chunks]
+    assert details == [{"cached_tokens": 1}] * len(chunks)
     assert counts == sorted(counts)
     assert counts[0] < counts[-1] == counts[-2]
     headers["last-event-id"] = next(chunk.id for chunk in chunks if chunk.id)

@@ -366,7 +366,8 @@ async def test_tokens_of_the_lane_batch_count_less_in_a_key_s_limit(
     async with gateway_client(redis_server.url, headers, batch_price=0.5) as http:
         answer = await http.post("/v1/completions", json=body)
         job = (await http.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
-    usage = {"prompt_tokens": 30, "completion_tokens": 13, "total_tokens": 43}
+    usage: dict[str, object] = {"prompt_tokens": 30, "completion_tokens": 13, "total_tokens": 43}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}
     assert answer.json()["usage"] == job["usage"] == usage
     assert answer.headers["x-ratelimit-remaining-tokens"] == left  # of 30 and at most 30 tokens
     level = await worker.client.hget(worker.keys.of("tenant", "acme"), "tokens")

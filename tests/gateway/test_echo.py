@@ -103,6 +103,8 @@ async def test_a_prompt_can_be_scored_without_output(
     [choice] = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("abé", "length", [])
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -3.0]
+    details = answer["usage"].pop("prompt_tokens_details")
+    assert details == {"cached_tokens": 0}
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
     options = {"stream_options": {"include_usage": True}}
     chunks = await stream(http, "/v1/completions", BODY | fields | options)

@@ -133,13 +133,13 @@ def test_a_stream_is_the_whole_message_however_it_is_cut_and_resumed(
         events = MessageEvents(job_of_one(), 64, True)
         for entry in entries[:number]:
             events.of(entry)
-        return [e for entry in entries[number:] for e in events.of(entry)] + events.end(1, 2)
+        return [e for entry in entries[number:] for e in events.of(entry)] + events.end(9, 2, 4)
 
     whole = events_after(0)
     message = MessageEvents(job_of_one(), 64, True)
     for entry in entries:
         message.of(entry)
-    assert accumulated(json.loads(json.dumps(whole))) == message.build(1, 2)
+    assert accumulated(json.loads(json.dumps(whole))) == message.build(9, 2, 4)
     rests = [events_after(number) for number in range(len(entries))]
     assert all(rest == whole[-len(rest) :] for rest in rests)
     kinds = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
@@ -147,7 +147,7 @@ def test_a_stream_is_the_whole_message_however_it_is_cut_and_resumed(
     joined = [
         k for k, last in zip(wanted, [None, *wanted], strict=False) if k != last or k == "tool_use"
     ]
-    content = message.build(1, 2)["content"]
+    content = message.build(9, 2, 4)["content"]
     assert [block["type"] for block in content] == joined
     assert all(block["signature"] for block in content if block["type"] == "thinking")
     assert [b["input"] for b in content if b["type"] == "tool_use"] == [

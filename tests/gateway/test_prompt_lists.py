@@ -56,7 +56,8 @@ async def test_choice_j_of_prompt_i_has_the_index_of_both(
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == ["AB", "AB", "CDÉ", "CDÉ", "F", "F"]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
-    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21}
+    counts = {"prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21}
+    assert answer["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     fields = {"prompt": prompts, "n": 2, "stream_options": {"include_usage": True}}
     chunks = await stream(http, PATH, BODY | fields)
     assert [joined(chunks, index)["text"] for index in range(6)] == texts
@@ -114,7 +115,8 @@ async def test_prompts_can_be_scored_without_output(
     assert [choice["text"] for choice in answer["choices"]] == PROMPTS
     scores = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
     assert scores == [[None, -1.0], [None, -1.0, -2.0, -3.0], [None]]
-    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+    counts = {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+    assert answer["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 async def test_a_given_seed_applies_to_every_prompt(

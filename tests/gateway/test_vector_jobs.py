@@ -91,6 +91,7 @@ async def test_a_job_has_the_calls_answer(
         "prompt_tokens": num_prompt,
         "completion_tokens": 0,
         "total_tokens": num_prompt,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

@@ -281,6 +281,11 @@ class Audit:
         if job.get("part") in ("parent", "nested"):
             # Its last event before the end counts its calls' other output.
             counted.add(max(num_logged, _num_called(log)))
+        else:
+            num_cached = sum(e.event.num_cached for e in log if isinstance(e.event, Tokens))
+            assert int(job.get("cached", "0")) == num_cached, (
+                f"cached tokens are counted: {job.key} has {job.get('cached')}, not {num_cached}"
+            )
         assert job.number("tokens") in counted, (
             f"tokens are counted: {job.key} tokens: holds {job['tokens']}, the log {num_logged}"
         )

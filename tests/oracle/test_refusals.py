@@ -249,6 +249,22 @@ it has what was used, at the price of the lane
   pass_time 60; append t2 1 failed; number HGET tenant:t tokens -> 0.0
   submit t4 requests_per_min=9; number HGET tenant:t tokens -> 0.0
   cancel t4; run_job t5 6 tokens_per_min=60; number HGET tenant:t tokens -> 9.0
+what was cached counts at its price, in its lane
+  submit t1 cached_price=0.5 tokens_per_min=60; claim; append t1 2 succeeded cached=2
+  number HGET tenant:t tokens -> 4.0
+  field t1 cached charge prompt_tokens -> 2 5 3
+  redis HGET totals:m prompt_tokens_cached_total:interactive -> 2
+what was cached of the prompts of a job, at its price in the lane batch
+  submit t1 lane=batch cached_price=0 batch_price=0.5 tokens_per_min=60; claim; append t1 2 cached=1
+  append t1 1 cached=1; append t1; append t1 1 shift=-1 cached=1; append t1 1 succeeded
+  number HGET tenant:t tokens -> 3.0
+  field t1 cached -> 2
+a price that is none
+  submit t1 cached_price=2 tokens_per_min=60; claim; append t1 2 succeeded cached=2
+  number HGET tenant:t tokens -> 5.0
+without a price it counts as any other
+  submit t1 tokens_per_min=60; claim; append t1 2 succeeded cached=2
+  number HGET tenant:t tokens -> 5.0
 a cost grows with what is drawn, by the excess and 32 tokens, up to the cap
   outputs 1 1 1 1 1; submit t9 cap=100 tokens_per_min=1000; claim; append t9; field t9 cost -> 4
   append t9; field t9 cost -> 37

@@ -148,6 +148,7 @@ class Walk:
         terms |= {"deadline_s": rng.choice([5, 60, 600]), "retention_s": rng.choice([30, 600])}
         terms |= {"max_attempts": MAX_ATTEMPTS, "weight": rng.choice([1.0, 1.0, 3.0])}
         terms |= {"attendance_s": rng.choice([0, 0, 9]), "batch_price": rng.choice([1.0, 0.5])}
+        terms["cached_price"] = rng.choice([1.0, 0.5])
         terms |= {"is_stored": self.flip(0.2), "callback": rng.choice(["", "", "a", "b", "talks"])}
         start_ms = self.a_start() if self.flip(0.2) else 0
         terms["start_at_s"] = start_ms / 1000
@@ -330,7 +331,8 @@ class Walk:
         fin = rng.choice(["", "", "", "succeeded", "failed"])
         terms: dict[str, Any] = {"shift": rng.choice([0] * 6 + [-1, 1]), "worker": worker}
         terms["result"] = REF if fin and self.flip(0.3) else None
-        says = [world.says(name, rng.choice([0, 1, 1, 2, 30]), fin, **terms)]
+        cached = rng.choice([0, 0, 1])
+        says = [world.says(name, rng.choice([0, 1, 1, 2, 30]), fin, cached=cached, **terms)]
         others = [n for n in sorted(world.held[worker])[-3:] if n != name and self.flip(0.3)]
         says += [world.says(other, worker=worker) for other in others]
         renews = self.flip(0.7)

@@ -248,13 +248,16 @@ class World:
         worker: str = "w",
         shift: int = 0,
         epoch: int | None = None,
+        cached: int = 0,
         **terms: Any,
     ) -> Append:
-        """An item by the worker's belief; `shift` 1 leaves a gap, -1 repeats an event."""
+        """An item by the worker's belief; `shift` 1 leaves a gap, -1 repeats an event. `cached`:
+        tokens of the prompt."""
         known, number = self.held[worker].get(name, (1, 1))
         start = self.logged[name]
         token_ids = tuple(range(start, start + num))
-        event = Tokens((ChoiceDelta(0, start, token_ids, "x" * num),)) if num else None
+        deltas = (ChoiceDelta(0, start, token_ids, "x" * num),)
+        event = Tokens(deltas, cached) if num else None
         terms.setdefault("code", "engine_error" if fin == "failed" else "")
         terms["fin"] = JobStatus(fin) if fin else ""
         epoch = known if epoch is None else epoch

@@ -65,6 +65,7 @@ def encode(record: OutboxRecord, *, public_url: str, output: Output | None = Non
             "prompt_tokens": record.num_prompt_tokens,
             "completion_tokens": record.num_output_tokens,
             "total_tokens": record.num_prompt_tokens + record.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": record.num_cached_tokens},
         },
         "created_at": record.created_ms / 1000,
         "error": {"code": record.code, "message": record.message} if record.code else None,
@@ -112,7 +113,7 @@ def whole(answer: Answer | VectorAnswer, view: JobView, entries: Iterable[LogEnt
     """The answer of a job that has ended."""
     for entry in entries:
         answer.add(entry)
-    return answer.build(view.num_prompt_tokens, view.num_output_tokens)
+    return answer.build(view.num_prompt_tokens, view.num_output_tokens, view.num_cached_tokens)
 
 
 _SHOWN = ("choices", "prompt_logprobs", "prompt_token_ids")  # of chats and completions

@@ -14,7 +14,7 @@ from workers.engine.block_manager import BlockManager
 from workers.engine.interface import EngineLimits
 from workers.engine.order import Lanes
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import RunningSequences, StepPlan
+from workers.engine.step_plan import RunningSequences, StepPlan, prefix_found
 
 _MAX_NUM_HISTORIES = 1024
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are evenly spread
@@ -271,6 +271,7 @@ class AdmissionCheck:
             self._blocks.cache.begin(sequence)
         plan.num_prefix_queries += sequence.num_known
         plan.num_prefix_hits += sequence.num_computed
+        plan.prefixes += prefix_found(sequence, sequence.num_computed)
         assert self._forecast is not None
         self._forecast.add(sequence, entry.need)
         return copy_from

@@ -178,6 +178,7 @@ class Engine(JobEngine):
         report.marks = marks_of(plan)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
+        report.prefixes = plan.prefixes
 
     def _enter(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)

@@ -25,6 +25,7 @@ from workers.ipc.messages import (
     FromEngine,
     JobFailed,
     Marked,
+    PrefixFound,
     PromptLogprobsOut,
     TokenOut,
     VectorOut,
@@ -163,6 +164,7 @@ class StepPlan:
     _stream_costs: tuple[float, float] | None = None  # cost of a token and of a KV token
     num_prefix_queries: int = 0  # tokens of admitted sequences, and how many were cached
     num_prefix_hits: int = 0
+    prefixes: list[PrefixFound] = field(default_factory=list)
 
     @property
     def num_on_offer(self) -> int:
@@ -322,6 +324,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
     prompt_logprobs: list[PromptLogprobsOut] = msgspec.field(default_factory=list)
     vectors: list[VectorOut] = msgspec.field(default_factory=list)
     marks: list[Marked] = msgspec.field(default_factory=list)
+    prefixes: list[PrefixFound] = msgspec.field(default_factory=list)
 
     def add_scores(self, sequence: Sequence, found: PromptLogprobs) -> None:
         """Adds log probabilities of a part of the sequence's prompt."""
@@ -330,12 +333,13 @@ class StepReport(EngineLoad, array_like=False, tag=False):
         self.prompt_logprobs.append(PromptLogprobsOut(job_id, epoch, found.start, scores, number))
 
     def messages(self, start_s: float, ended_s: float) -> list[FromEngine]:
-        """Returns marks, prompt scores, tokens, vectors, ends, failures, and the load last. The
-        times are those of the whole step."""
+        """Returns marks, found prefixes, prompt scores, tokens, vectors, ends, failures, and the
+        load last. The times are those of the whole step."""
         load = EngineLoad(*[getattr(self, name) for name in EngineLoad.__struct_fields__])
         load.model_s, load.step_s, load.ended_s = self.step_s, ended_s - start_s, ended_s
         return [
             *self.marks,
+            *self.prefixes,
             *self.prompt_logprobs,
             *self.outputs,
             *self.vectors,
@@ -349,6 +353,13 @@ def choice_ended(sequence: Sequence) -> ChoiceEnded:
     """The end of a sequence that no ending token tells of."""
     assert sequence.finish_reason is not None
     return ChoiceEnded(sequence.job_id, sequence.epoch, sequence.choice, sequence.finish_reason)
+
+
+def prefix_found(sequence: Sequence, num_tokens: int) -> list[PrefixFound]:
+    """What a sequence that begins tells of its prompt: the first choice alone, and once."""
+    if num_tokens == 0 or sequence.num_preemptions or sequence.choice % sequence.params.n:
+        return []
+    return [PrefixFound(sequence.job_id, sequence.epoch, sequence.choice, num_tokens)]
 
 
 def marks_of(plan: StepPlan) -> list[Marked]:

@@ -255,6 +255,16 @@ class Marked(msgspec.Struct, frozen=True, array_like=True, tag="marked"):
     num_tokens: int
 
 
+class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="prefix_found"):
+    """How many tokens of a prompt were in the cache when it began, sent before its first output;
+    not sent for none, nor when the prompt begins again."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    num_tokens: int
+
+
 class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     """The engine's state after a step, from which the supervisor sizes its next claim."""
 
@@ -294,5 +304,6 @@ FromEngine = (
     | ChoiceEnded
     | JobFailed
     | Marked
+    | PrefixFound
     | EngineLoad
 )

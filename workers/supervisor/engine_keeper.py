@@ -31,6 +31,7 @@ from workers.ipc.messages import (
     LoadFailed,
     Loading,
     Marked,
+    PrefixFound,
     PromptLogprobsOut,
     RunningJobs,
     StopChoice,
@@ -167,6 +168,9 @@ class EngineKeeper:
             case Marked(job_id, epoch, kind, num_tokens):
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     job.mark(kind, num_tokens, time.monotonic())
+            case PrefixFound(job_id, epoch, choice, num_tokens):
+                if (job := self._holding.get(job_id, epoch)) is not None:
+                    job.note_prefix(choice, num_tokens)
             case JobFailed(_, _, ErrorCode.DEADLINE, _):
                 pass  # the sweep of Redis ends expired jobs
             case PromptLogprobsOut(job_id, epoch):

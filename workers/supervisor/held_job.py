@@ -262,6 +262,7 @@ class HeldJob:
         self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._marks: list[_Mark] = []  # that are not logged yet
+        self._num_cached: dict[int, int] = {}  # by prompt, told with its first output
         self._deadline_s = claimed.deadline_s
         # Read for every held job at every claim.
         self._num_prompt_tokens = claimed.job.num_prompt_tokens
@@ -456,6 +457,19 @@ class HeldJob:
             self._marks.append(_Mark(kind, now_s, now_s, 1, num_tokens))
             del self._marks[:-_MAX_MARKS]
 
+    def note_prefix(self, choice: int, num_tokens: int) -> None:
+        """Notes what was cached of a choice's prompt, unless output of the prompt is logged: then
+        an earlier run has told it."""
+        n = self.job.params.n
+        prompt = choice // n
+        if not any(c.num_logged for c in self._choices[prompt * n : prompt * n + n]):
+            num_prompt = len(self.job.prompts[prompt]) + self.job.num_image_tokens
+            self._num_cached[prompt] = min(num_tokens, num_prompt - 1)
+
+    def _take_cached(self, deltas: Sequence[ChoiceDelta]) -> int:
+        prompts = {delta.choice // self.job.params.n for delta in deltas}
+        return sum(self._num_cached.pop(prompt, 0) for prompt in prompts)
+
     def take_marks(self, now_s: float) -> tuple[JobMark, ...]:
         """What is not logged yet."""
         if not self._marks:
@@ -484,7 +498,10 @@ class HeldJob:
             if deltas and num_vector_bytes > MAX_VECTOR_BYTES:
                 break
             deltas.append(self._take_delta(index, choice))
-        return (Tokens(tuple(deltas)), num_tokens) if deltas else (None, 0)
+        if not deltas:
+            return None, 0
+        num_cached = self._take_cached(deltas) if self._num_cached else 0
+        return Tokens(tuple(deltas), num_cached), num_tokens
 
     def _take_delta(self, index: int, choice: Choice) -> ChoiceDelta:
         start = choice.num_logged

@@ -17,7 +17,7 @@ from workers.engine.interface import Chunk, EngineLimits, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import RequestRefused, Sequence
-from workers.engine.step_plan import UNLIMITED, StepReport
+from workers.engine.step_plan import UNLIMITED, StepReport, prefix_found
 from workers.engine.strategy import Strategies
 from workers.lanes import DEFAULT_LANES, Lane
 
@@ -114,7 +114,7 @@ class PlacingEngine(JobEngine):
             self._has_new = False
             self._num_steps += 1
             outputs = self._host.step()
-            report.num_recomputed_tokens = self._account(outputs)
+            report.num_recomputed_tokens = self._account(outputs, report)
             for output in outputs:
                 self._take(output, report)
             report.step_s = self._clock_s() - start_s
@@ -139,12 +139,14 @@ class PlacingEngine(JobEngine):
             self._has_new = True
         return len(plan.preempted)
 
-    def _account(self, outputs: Seq[HostOutput]) -> int:
+    def _account(self, outputs: Seq[HostOutput], report: StepReport) -> int:
         """Accounts for a step; returns how many of its tokens had been computed before."""
         chunks = []
         for output in outputs:
             sequence = output.sequence
             if output.samples:
+                if sequence.num_computed == 0:
+                    report.prefixes += prefix_found(sequence, output.num_cached)
                 start = sequence.num_computed or min(output.num_cached, sequence.num_known - 1)
                 chunks.append(Chunk(sequence, start, sequence.num_known - start, samples=True))
         num_recomputed = self._scheduler.account(chunks)

@@ -292,6 +292,7 @@ def _counts(parts: Mapping[int, Part]) -> dict[str, str | int | bytes]:
         "input_tokens": sum(part.num_input_tokens for part in parts.values()),
         "output_tokens": sum(part.num_output_tokens for part in parts.values()),
         "reasoning_tokens": sum(part.num_reasoning_tokens for part in parts.values()),
+        "cached_tokens": sum(part.num_cached_tokens for part in parts.values()),
     }
 
 

@@ -191,7 +191,8 @@ class PartRun:
 
     async def _written(self) -> Part:
         """Writes the results, in the order of the lines."""
-        num_completed = num_failed = num_input = num_output = num_reasoning = 0
+        num_completed = num_failed = 0
+        num_tokens = [0, 0, 0, 0]
         self._is_cut_short = False
         with (
             tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as output,
@@ -204,8 +205,7 @@ class PartRun:
                 num_failed += not is_good
                 if is_good:
                     used = _tokens(result["response"]["body"]["usage"])
-                    num_input, num_output = num_input + used[0], num_output + used[1]
-                    num_reasoning += used[2]
+                    num_tokens = [sum(pair) for pair in zip(num_tokens, used, strict=True)]
                 head = {"id": f"batch_req_{job_id.rpartition('-')[2]}", "custom_id": line.custom_id}
                 file = cast(BinaryIO, output if is_good else errors)
                 file.write(encode_json(head | result) + b"\n")
@@ -216,9 +216,7 @@ class PartRun:
                 await self._put("output", cast(BinaryIO, output)),
                 await self._put("error", cast(BinaryIO, errors)),
                 self._is_cut_short,
-                num_input,
-                num_output,
-                num_reasoning,
+                *num_tokens,
             )
 
     async def _put(self, kind: str, file: BinaryIO) -> int:
@@ -274,13 +272,15 @@ class PartRun:
         return {"response": None, "error": {"code": code, "message": messages[code]}}
 
 
-def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Returns an answer's input and output tokens, and those of reasoning among them. A response
-    has other names for them, and vectors have no output."""
+def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Returns an answer's input and output tokens, those of reasoning in the output, and those of
+    the input that were cached. A response has other names for them, and vectors have no output."""
     num_input: int = usage["input_tokens"] if "input_tokens" in usage else usage["prompt_tokens"]
     num_output = usage.get("output_tokens") or usage.get("completion_tokens", 0)
-    details = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
-    return num_input, num_output, details.get("reasoning_tokens", 0)
+    outputs = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
+    inputs = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
+    details = outputs.get("reasoning_tokens", 0), inputs.get("cached_tokens", 0)
+    return num_input, num_output, *details
 
 
 def _response(job_id: str, error: ApiError) -> dict[str, Any]:

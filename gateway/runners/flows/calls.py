@@ -173,9 +173,8 @@ def _ended(call: ModelCall, job: Job, end: End) -> CallOutcome:
         JobStatus.EXPIRED: ErrorCode.DEADLINE,
         JobStatus.CANCELLED: ErrorCode.ENGINE_ERROR,
     }[end.status]
-    run = MemberRun(
-        call.model, job.id, end.status, end.prompt_tokens, end.output_tokens, code, call.name
-    )
+    num_tokens = end.prompt_tokens, end.output_tokens
+    run = MemberRun(call.model, job.id, end.status, *num_tokens, code, call.name, end.cached_tokens)
     why = "" if end.status is JobStatus.SUCCEEDED else f"its job is {end.status}"
     return CallOutcome(run, job, end.message or why)
 
@@ -215,10 +214,14 @@ class Execution:
         runs = {**self._known, **self.begun}.values()
         return [run for run in runs if run.status is None]
 
-    def num_tokens(self) -> tuple[int, int]:
-        """Prompt and output tokens of all calls that have ended."""
+    def num_tokens(self) -> tuple[int, int, int]:
+        """Prompt, output and cached tokens of all calls that have ended."""
         runs = self.begun.values()
-        return sum(run.prompt_tokens for run in runs), sum(run.output_tokens for run in runs)
+        return (
+            sum(run.prompt_tokens for run in runs),
+            sum(run.output_tokens for run in runs),
+            sum(run.cached_tokens for run in runs),
+        )
 
     def _note(self, run: MemberRun) -> None:
         self.begun[run.job_id] = run
@@ -277,9 +280,10 @@ class Execution:
                 continue
             if any(delta.choice >= self.parent.num_choices for delta in event.deltas):
                 raise MemberFailed(ErrorCode.BAD_PARAMETER, f"{self.parent.model}: {_OTHER_SHAPE}")
+            deltas = event.deltas
             if params.logprobs is None:
-                event = Tokens(tuple(replace(delta, logprobs=None) for delta in event.deltas))
-            found.append(event)
+                deltas = tuple(replace(delta, logprobs=None) for delta in deltas)
+            found.append(Tokens(deltas))
         return found
 
     async def _follow(self, call: ModelCall) -> AsyncIterator[Output | CallOutcome]:

@@ -87,7 +87,7 @@ async def answer_of(gateway: Gateway, outcome: CallOutcome) -> dict[str, Any]:
     answer = await answer_to(gateway, job)
     for number, event in enumerate(outcome.events, 1):
         answer.add(LogEntry(number, "", event))
-    whole = await built(answer, run.prompt_tokens, run.output_tokens)
+    whole = await built(answer, run.prompt_tokens, run.output_tokens, run.cached_tokens)
 
     def plain() -> dict[str, Any]:
         return msgspec.json.decode(msgspec.json.encode(whole), type=dict[str, Any])

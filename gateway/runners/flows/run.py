@@ -159,7 +159,7 @@ class Run:
         except MemberFailed as exc:
             code, message = exc.code, exc.message
             await self.cancel_calls()
-        num_prompt, num_output = execution.num_tokens()
+        num_prompt, num_output, num_cached = execution.num_tokens()
         await self._send(
             Append(
                 self.job.id,
@@ -172,6 +172,7 @@ class Run:
                 code=code,
                 message=message,
                 prompt_tokens=num_prompt,
+                cached_tokens=num_cached,
             )
         )
 

@@ -11,15 +11,18 @@ from exercises import (
     LONG_TOTAL,
     MODEL,
     QUESTION,
+    REPEATED,
     SUM,
     TOOL,
     TOTAL,
     URL,
     error_of,
+    is_cached,
     main,
     refused,
     says,
     works,
+    works_on_demo,
     works_reasoning,
 )
 from pydantic import BaseModel
@@ -66,6 +69,17 @@ def stream():
     assert final.stop_reason == "end_turn"
 
 
+@works_on_demo("cached tokens")
+def cached():
+    ask(REPEATED)
+    usage = ask(REPEATED).usage
+    is_cached(usage.cache_read_input_tokens, usage.cache_read_input_tokens + usage.input_tokens)
+    with client.messages.stream(messages=[turn(REPEATED)], **SETTINGS) as events:
+        streamed = events.get_final_message().usage
+    counts = [(u.input_tokens, u.cache_read_input_tokens) for u in (usage, streamed)]
+    assert counts[0] == counts[1], counts
+
+
 @works("message, asyncio")
 def awaited():
     async def answer():
@@ -86,7 +100,8 @@ def stops():
 def counted():
     messages = [turn(QUESTION)]
     number = client.messages.count_tokens(model=MODEL, messages=messages, tools=[ADD])
-    assert number.input_tokens == ask(tools=[ADD]).usage.input_tokens
+    usage = ask(tools=[ADD]).usage
+    assert number.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def works_through(message):

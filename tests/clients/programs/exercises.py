@@ -80,6 +80,14 @@ def _noted(
     return note
 
 
+REPEATED = QUESTION * 10  # asked twice, the model has computed its beginning
+
+
+def is_cached(num_cached: int | None, num_prompt: int) -> None:
+    """Raises unless a part of a prompt that was asked before was cached."""
+    assert 0 < (num_cached or 0) < num_prompt, (num_cached, num_prompt)
+
+
 def says(text: object) -> None:
     """Raises unless the answer is right, and nothing else."""
     assert str(text).strip() == ANSWER, text

@@ -13,8 +13,10 @@ from exercises import (
     LONG_TOTAL,
     MODEL,
     QUESTION,
+    REPEATED,
     SUM,
     TOTAL,
+    is_cached,
     main,
     refused,
     says,
@@ -45,6 +47,15 @@ def whole():
 @works("chat stream")
 def stream():
     says("".join(chunk.content for chunk in chat.stream(QUESTION)))
+
+
+@works_on_demo("cached tokens")
+def cached():
+    chat.invoke(REPEATED)
+    used = chat.invoke(REPEATED).usage_metadata
+    is_cached(used["input_token_details"]["cache_read"], used["input_tokens"])
+    chunks = chat.stream(REPEATED, stream_usage=True)
+    assert [c.usage_metadata for c in chunks if c.usage_metadata] == [used]
 
 
 @works("chat, asyncio")

@@ -73,6 +73,21 @@ async function isUnknown(call) {
 }
 
 const onlyOnDemo = {
+  "cached tokens": async () => {
+    const content = messages[0].content.repeat(10);
+    const asked = { messages: [{ role: "user", content }], max_tokens: 1 };
+    await chat(asked);
+    const { usage } = await chat(asked);
+    const found = usage.prompt_tokens_details.cached_tokens;
+    check(0 < found && found < usage.prompt_tokens, usage);
+    let last = null;
+    const options = { stream: true, stream_options: { include_usage: true } };
+    for await (const chunk of await chat({ ...asked, ...options })) last = chunk;
+    is(last.usage, usage);
+    await ask({ input: content });
+    const used = (await ask({ input: content })).usage;
+    check(used.input_tokens_details.cached_tokens > 0, used);
+  },
   completion: async () => {
     const prompt = "1, 2, 3,";
     const answer = await client.completions.create({ model, prompt, temperature: 0, max_tokens: 5 });

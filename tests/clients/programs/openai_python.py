@@ -15,12 +15,14 @@ from exercises import (
     LONG_TOTAL,
     MODEL,
     QUESTION,
+    REPEATED,
     RESPONSE_FORMAT,
     SUM,
     TOOL,
     TOTAL,
     error_of,
     fits,
+    is_cached,
     main,
     refused,
     says,
@@ -58,6 +60,20 @@ def stream():
     chunks = list(chat(stream=True, stream_options={"include_usage": True}))
     says("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
     assert chunks[-1].usage.completion_tokens > 0
+
+
+@works_on_demo("cached tokens")
+def cached():
+    asked = {"messages": [{"role": "user", "content": REPEATED}], "max_tokens": 1}
+    chat(**asked)
+    usage = chat(**asked).usage
+    is_cached(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+    *_, last = chat(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage == usage, last
+    for _ in range(2):
+        response = client.responses.create(model=MODEL, input=REPEATED, temperature=0)
+    usage = response.usage
+    is_cached(usage.input_tokens_details.cached_tokens, usage.input_tokens)
 
 
 @works("chat, asyncio")

@@ -4,9 +4,10 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.fake_worker import says
-from tests.gateway.flows.conftest import Fleet, answer_of, chat
+from tests.gateway.fake_worker import finds, says
+from tests.gateway.flows.conftest import MEMBERS, Fleet, answer_of, chat
 from tests.gateway.flows.model_files import CHAT
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -66,8 +67,10 @@ async def check_responses(
     assert streamed.usage == response.usage
 
 
-async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient) -> None:
+async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient, fleet: Fleet) -> None:
     """The second member is asked as the first is not sure; the usage is that of both."""
+    fleet.say("small", finds(3, says("I am small")))
+    fleet.say("large", finds(2, says("I am large")))
     answer = await flows.post(CHAT, json=chat("cascade"))
     job = (await flows.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
     statuses = [(call["model"], call["status"]) for call in job["members"]]
@@ -75,7 +78,35 @@ async def test_a_job_names_the_calls_of_its_flow(flows: httpx.AsyncClient) -> No
     used = answer.json()["usage"]
     assert used.pop("completion_tokens_details") == {"reasoning_tokens": 0}
     assert job["usage"] == used
+    for each in (used, *(call["usage"] for call in job["members"])):
+        each["cached_tokens"] = each.pop("prompt_tokens_details")["cached_tokens"]
+    assert used["cached_tokens"] == 3 + 2
     assert used == {name: sum(call["usage"][name] for call in job["members"]) for name in used}
+
+
+@pytest.mark.parametrize("model", ["router", "cascade", "vote", "pipe", "nested"])
+async def test_what_its_calls_found_in_caches_is_summed(
+    flows: httpx.AsyncClient, fleet: Fleet, model: str
+) -> None:
+    """Whole, streamed, as a message and in the job; the calls have counted it before."""
+    for name, worker in fleet.workers.items():
+        fleet.say(name, finds(3, worker.script))
+    answer = await flows.post(CHAT, json=chat(model))
+    wanted = 3 * sum(len(worker.seen) for worker in fleet.workers.values())
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == wanted > 0
+    job = (await flows.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
+    assert job["usage"].items() <= usage.items()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = await flows.post(CHAT, json=chat(model) | options)
+    assert whole_stream(streamed.text)[-1].data["usage"] == usage
+    message = chat(model) | {"max_tokens": 64}
+    used = (await flows.post("/v1/messages", json=message)).json()["usage"]
+    assert used["cache_read_input_tokens"] == wanted
+    assert used["input_tokens"] == usage["prompt_tokens"] - wanted
+    totals = [await fleet.client.hgetall(fleet.keys.of("totals", name)) for name in MEMBERS]
+    counted = [int(each.get(b"prompt_tokens_cached_total:standard", 0)) for each in totals]
+    assert sum(counted) == 3 * wanted
 
 
 async def test_a_vote_takes_the_most_frequent_answer(

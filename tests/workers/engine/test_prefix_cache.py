@@ -1,5 +1,12 @@
 """The prefix cache finds computed blocks, for their own tenant only, and never wrongly."""
 
+import random
+from collections import defaultdict
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
 
 PROMPT = tuple(range(10, 29))  # 19 tokens: four blocks of four, and three tokens
@@ -103,3 +110,59 @@ def test_free_blocks_whose_content_is_kept_are_counted() -> None:
     assert harness.step().num_cached_blocks == 0
     harness.add(job("second", PROMPT))
     assert harness.step().num_prefix_hits == 0
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+BRANCHES = st.lists(st.integers(1, 2), min_size=1, max_size=30)  # which share their beginnings
+
+
+@given(
+    arriving=st.lists(
+        st.tuples(
+            st.lists(BRANCHES, min_size=1, max_size=3),
+            st.sampled_from("tu"),
+            st.integers(1, 3),
+            st.integers(1, 8),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    budget=st.sampled_from((3, 8, 32)),
+    preempts=st.randoms(use_true_random=False),
+)
+def test_each_prompt_tells_once_what_was_found_when_it_began(
+    arriving: list[tuple[list[list[int]], str, int, int]], budget: int, preempts: random.Random
+) -> None:
+    """Of jobs one after another: the full blocks that it shares with an earlier sequence of its
+    tenant, but for its last token; none of its own choices, of which one begins first, nor what it
+    finds after a preemption. Of a job's own prompts, at most as much."""
+    harness = Harness(Sizes(num_blocks=1_000, max_num_batched_tokens=budget))
+    known = defaultdict[str, list[list[int]]](list)  # by tenant: what is computed
+    for number, (prompts, tenant, n, max_tokens) in enumerate(arriving):
+        first, *more = prompts
+        params: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "ignore_eos": True}
+        harness.add(job(f"{number}", first, more_prompts=more, tenant=tenant, **params))
+        told = defaultdict[int, list[int]](list)
+        while harness.engine.has_work:
+            if preempts.random() < 0.1:
+                harness.engine.preempt(f"{number}")
+            harness.sleep()
+            for found in harness.step().prefixes:
+                told[found.choice // n].append(found.num_tokens)
+        for index, prompt in enumerate(prompts):
+            shared = max((num_common(prompt, other) for other in known[tenant]), default=0)
+            before = min(shared, len(prompt) - 1) // 4 * 4
+            assert len(told[index]) <= 1
+            [num_found] = told[index] or [0]
+            if len(prompts) == 1:
+                assert num_found == before
+            assert before <= num_found <= (len(prompt) - 1) // 4 * 4
+        known[tenant] += [
+            prompts[choice // n] + ids[:-1]
+            for (job_id, choice), ids in harness.output_ids.items()
+            if job_id == f"{number}"
+        ]

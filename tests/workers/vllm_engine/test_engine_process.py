@@ -32,6 +32,7 @@ from workers.ipc.messages import (
     EngineLoad,
     EngineReady,
     JobFailed,
+    PrefixFound,
     PromptLogprobsOut,
     StopChoice,
     StopJob,
@@ -169,6 +170,19 @@ async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) ->
     scores = [one.logprob for one in prompt.logprobs[len(PROMPT) - 1 :]]
     expected = [out.logprob.logprob for out in outs if out.logprob is not None]
     assert scores == pytest.approx(expected, abs=1e-3)
+
+
+async def test_a_prompt_tells_what_was_found_of_it(engine: Engine) -> None:
+    """Of its first choice, once: nothing of a new one, whole blocks of one that is equal to it."""
+    prompt = (*range(100, 300), *range(200))
+    asked: dict[str, Any] = {"prompt": prompt, "temperature": 1.0, "n": 3}
+    await engine.run(job("new", ((),) * 3, **asked))
+    assert engine.of(PrefixFound) == []
+    await engine.run(job("equal", ((),) * 3, **asked), job("other", prompt=prompt[::-1]))
+    [found] = engine.of(PrefixFound)
+    assert (found.job_id, found.epoch, found.choice) == ("equal", 1, 0)
+    assert found.num_tokens % 16 == 0
+    assert 0 < len(prompt) - found.num_tokens <= 128  # the largest block
 
 
 async def test_jobs_end_as_in_our_engine(engine: Engine) -> None:

@@ -253,6 +253,8 @@ def test_tokens_that_the_host_computes_again_are_counted(remembers: bool) -> Non
     placed.run()
     num_again = sum(report.num_recomputed_tokens for report in placed.reports)
     assert num_again == (0 if remembers else 6)  # the prompt and one of two tokens of output
+    told = [(p.job_id, p.num_tokens) for report in placed.reports for p in report.prefixes]
+    assert told == ([("batch", 4), ("urgent", 3)] if remembers else [])  # not when it comes back
 
 
 def test_an_urgent_job_takes_the_place_of_the_least_computed_batch_job() -> None:
