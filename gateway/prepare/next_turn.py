@@ -12,10 +12,9 @@ from starlette.responses import Response
 from contract.answers import whole_calls
 from contract.events import ChoiceDelta
 from contract.jobs import FinishReason, Job
-from contract.output_formats import ToolFormat
+from contract.model_cards import TokenizerFiles
 from gateway.follow.sync_call import SyncCall
-from gateway.http.errors import ApiError
-from gateway.prepare.generation import prompts_of
+from gateway.prepare.generation import OF_EFFORT, prompts_of
 from gateway.prepare.revocation import KEY
 from gateway.prepare.schemas import ChatBody, Message
 
@@ -47,14 +46,8 @@ async def _warm(call: SyncCall, chat: Callable[[], ChatBody], ids: str) -> None:
             return
         card = (await broker.known.models())[job.model]
         tokenizer = await broker.known.tokenizer(card)
-        body = next_turn(chat(), job, deltas, ids, tokenizer.files.tool_format)
-        try:
-            [token_ids], num_cut = await prompts_of(tokenizer, card, body)
-        except ApiError as exc:
-            if exc.param != "reasoning_effort":  # which messages may ask for in vain
-                raise
-            body = body.model_copy(update={"reasoning_effort": None})
-            [token_ids], num_cut = await prompts_of(tokenizer, card, body)
+        body = next_turn(chat(), job, deltas, ids, tokenizer.files)
+        [token_ids], num_cut = await prompts_of(tokenizer, card, body)
         token_ids = token_ids[:-1]  # which may become another with what follows
         known_ids = (*job.prompt_ids, *(i for delta in deltas for i in delta.token_ids))
         pairs = enumerate(zip(token_ids, known_ids, strict=False))
@@ -66,7 +59,7 @@ async def _warm(call: SyncCall, chat: Callable[[], ChatBody], ids: str) -> None:
 
 
 def next_turn(
-    body: ChatBody, job: Job, deltas: Sequence[ChoiceDelta], ids: str, format_: ToolFormat | None
+    body: ChatBody, job: Job, deltas: Sequence[ChoiceDelta], ids: str, files: TokenizerFiles
 ) -> ChatBody:
     """The chat with its answer, as its caller will return it, up to the beginning of the next
     message's text: a result of the first call, or the user's."""
@@ -77,9 +70,12 @@ def next_turn(
     calls = whole_calls(job, 0, [part for delta in deltas for part in delta.tool_calls])
     calls = [{**each, "id": each["id"].replace("call", ids, 1)} for each in calls]
     then = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+    format_ = files.tool_format
     if format_ is not None and format_.between is None:  # each call is followed by its result
         calls = calls[:1]
     answer = given | {"tool_calls": calls}
     new = [Message.model_validate(each) for each in (answer, then | {"content": ""})]
     update = {"messages": [*body.messages, *new], "continue_final_message": True}
+    if not OF_EFFORT.keys() & {*files.template_variables}:
+        update["reasoning_effort"] = None  # messages may ask for it in vain
     return body.model_copy(update=update)

@@ -276,3 +276,33 @@ async def test_what_is_of_no_use_is_left_out(talk: Conversation, gateways: Gatew
             await until(talk.has_left)
     assert await talk.left() is not None
     assert await talk.left() is None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_reasoning_is_where_the_caller_returns_it(
+    talk: Conversation, gateways: Gateways, returns: bool
+) -> None:
+    """Many clients drop it. A tool's result follows reasoning, where templates show it."""
+    await talk.publish(files_of(FORGETS))
+    said: dict[str, Any] = {"role": "assistant", "content": SAID}
+    said |= {"reasoning_content": THOUGHT} if returns else {}
+    items = [*ITEMS, said, {"role": "user", "content": "Look!"}]
+    async with gateways(warms_next_turn=True, drain_s=20.0) as http:
+        await until_listed(http, {MODEL})
+        events = script([*THINKS, CALL], FinishReason.TOOL_CALLS)
+        await talk.call(http, CHAT, body_of(CHAT, items), events)
+    left = await talk.left()
+    assert left is not None
+    assert (THOUGHT.strip() in output_text(left)) is returns
+
+
+async def test_degrees_of_thinking_that_a_template_does_not_know_change_nothing(
+    talk: Conversation, gateways: Gateways
+) -> None:
+    """Messages ask for them in vain."""
+    await talk.publish(files_of(FORGETS))
+    async with gateways(warms_next_turn=True, drain_s=20.0) as http:
+        await until_listed(http, {MODEL})
+        body = body_of("messages", ITEMS, thinking={"type": "adaptive"})
+        await talk.call(http, "messages", body, script(THINKS, FinishReason.STOP))
+    assert await talk.left() is not None
