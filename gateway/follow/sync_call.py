@@ -167,7 +167,7 @@ class SyncCall:
         self.timing = ServerTiming()
         self.headers = time_limit.headers()  # of the answer
         # What was output, if the next turn is to be warmed.
-        is_warmed = gateway.settings.warms_next_turn and TIME_LEFT not in request.scope["state"]
+        is_warmed = gateway.settings.warms_next_turn
         self.deltas: list[ChoiceDelta] | None = [] if is_warmed and position is START else None
         self._members: KnownMembers | None = None  # of a flow
         self._goes_on = False

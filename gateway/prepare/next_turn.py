@@ -29,7 +29,7 @@ def then_warmed(
 ) -> Response:
     """The response, after whose last byte the next turn of the call is warmed. `chat`: of the call;
     `ids`: what the ids of its functions' calls begin with."""
-    if call.deltas is not None:
+    if call.deltas is not None and call.submitted_s is not None:
         response.background = BackgroundTask(_warm, call, chat, ids)
     return response
 

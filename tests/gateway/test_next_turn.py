@@ -19,13 +19,12 @@ from contract.jobs import FinishReason, Job
 from contract.keys import Keys
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ToolFormat
-from gateway.follow.sync_call import TIME_LEFT, SyncCall, TimeLimit
 from gateway.prepare.next_turn import MIN_TOKENS, then_warmed
 from gateway.prepare.revocation import KEY
 from gateway.prepare.schemas import ChatBody
 from tests.fakes import encode_text, hash_tokenizer, output_text
 from tests.fleet import until
-from tests.gateway.conftest import Gateways, make_settings, until_listed
+from tests.gateway.conftest import Gateways, until_listed
 from tests.gateway.fake_worker import MODEL, FakeWorker, job_of_one, publish_model
 from tests.gateway.test_thinking import THINK
 
@@ -250,6 +249,7 @@ async def test_a_revoked_key_leaves_nothing(is_valid: bool) -> None:
         job=job_of_one(),
         gateway=SimpleNamespace(broker=Known()),
         request=SimpleNamespace(scope={"state": {KEY: "a key"}}),
+        submitted_s=0.0,
     )
     response = then_warmed(Response(), call, ChatBody)  # type: ignore[arg-type]
     assert response.background is not None
@@ -257,12 +257,23 @@ async def test_a_revoked_key_leaves_nothing(is_valid: bool) -> None:
     assert bool(asked) is is_valid
 
 
-@pytest.mark.parametrize("state", [{}, {TIME_LEFT: 9.0}])
-def test_lambda_keeps_nothing_for_it(state: dict[str, float]) -> None:
-    """It freezes the gateway with the last byte."""
-    gateway: Any = SimpleNamespace(settings=make_settings("", warms_next_turn=True))
-    request: Any = SimpleNamespace(scope={"state": state})
-    assert (SyncCall(request, gateway, TimeLimit()).deltas is None) is bool(state)
+async def test_a_call_without_an_answer_is_not_warmed(
+    talk: Conversation, gateways: Gateways, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that becomes a job at once, and one whose answer an earlier call has had."""
+    await talk.publish(files_of(FORGETS))
+    async with gateways(warms_next_turn=True, drain_s=20.0) as http:
+        await until_listed(http, {MODEL})
+        path, body = f"/v1/{CHAT}", body_of(CHAT, ITEMS)
+        later = await http.post(path, json=body, headers={"prefer": "respond-async"})
+        assert later.status_code == 202
+        await talk.worker.claim()
+        http.headers["idempotency-key"] = "a"
+        await talk.call(http, CHAT, body, script(THINKS, FinishReason.STOP))
+        assert (await http.post(path, json=body)).status_code == 200
+    assert await talk.left() is not None
+    assert await talk.left() is None
+    assert "unexpected" not in caplog.text
 
 
 async def test_what_is_of_no_use_is_left_out(talk: Conversation, gateways: Gateways) -> None:
