@@ -17,10 +17,12 @@ from msgspec.structs import replace
 
 from contract.codec import (
     WIRE_VERSION,
+    WarmPrompt,
     decode_job,
     decode_logged,
     decode_metadata,
     decode_ref,
+    decode_warm_prompt,
     encode,
     wire_errors,
 )
@@ -196,14 +198,17 @@ class Functions(Partition):
     async def warm(self, job: Job, num_known: int, *, lives_s: float) -> bool:
         """Leaves the prompt of a job that may come to a worker that holds a part of it. Returns
         whether little of the like was of use. `num_known`: its tokens that are computed."""
-        words = job.model, job.tenant, job.lane, marks_of(job), num_known, encode(job.prompt_ids)
-        return bool(await self._call("warm", *words, int(lives_s * 1000)))
+        prompt = encode((job.tenant, num_known, job.prompt_ids))
+        words = job.model, job.tenant, job.lane, marks_of(job), prompt, int(lives_s * 1000)
+        return bool(await self._call("warm", *words))
 
-    async def warm_take(self, incarnation: str, model: str, worth: Sequence[Word]) -> list[Any]:
-        """Takes what `warm` left: tenant, ms to its end, computed tokens, token ids. `worth`: as in
-        warm_take.lua. Not repeated when the reply is lost."""
-        words = incarnation, model, *worth
-        return cast("list[Any]", await self._call("warm_take", *words, is_repeated=False))
+    async def warm_take(
+        self, incarnation: str, model: str, worth: Sequence[Word]
+    ) -> tuple[float, WarmPrompt] | None:
+        """Takes what `warm` left, and the seconds for which it lives. `worth`: as in warm_take.lua.
+        Not repeated when the reply is lost."""
+        reply = await self._call("warm_take", incarnation, model, *worth, is_repeated=False)
+        return (reply[0] / 1000, decode_warm_prompt(reply[1])) if reply else None
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

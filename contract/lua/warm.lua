@@ -1,7 +1,6 @@
 -- warm: leaves a prompt that may come to a worker that holds the longest part of it (warm_take.lua).
 -- KEYS  1 tag
--- ARGV  1 model  2 tenant  3 lane  4 marks, as of a job  5 leading tokens that are computed already
---       6 token ids (msgpack)  7 ms to live
+-- ARGV  1 model  2 tenant  3 lane  4 marks, as of a job  5 WarmPrompt (msgpack)  6 ms to live
 -- reply 1 where little of what was computed so for the tenant within an hour was of use, else 0
 -- `warm:<incarnation>` lists a worker's last MAX_WARMS; they end with the last one.
 local MAX_WARMS, MAX_WARM_BYTES = 8, 2 ^ 19
@@ -10,12 +9,12 @@ local TELLING_TOKENS, MIN_USED_SHARE = 8192, 0.1
 
 local function warm(keys, argv)
   local tag, model, now = keys[1], argv[1], now_ms()
-  local holders = #argv[6] <= MAX_WARM_BYTES and residence.find(tag, model, argv[4], now)
+  local holders = #argv[5] <= MAX_WARM_BYTES and residence.find(tag, model, argv[4], now)
   if holders then
     local key = tag .. ':warm:' .. holders[1]
-    redis.call('RPUSH', key, cmsgpack.pack({argv[2], argv[3], now + argv[7], argv[5], argv[6]}))
+    redis.call('RPUSH', key, cmsgpack.pack({argv[2], argv[3], now + argv[6], argv[5]}))
     redis.call('LTRIM', key, -MAX_WARMS, -1)
-    redis.call('PEXPIRE', key, argv[7])
+    redis.call('PEXPIRE', key, argv[6])
     redis.call('PUBLISH', tag .. ':ctl:' .. holders[1], 'warm')
   end
   local worth = numbers(tag .. ':warmth:' .. model .. ':' .. argv[2], {'tokens', 'used'})

@@ -2,7 +2,7 @@
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3… for each tenant, since the last call: its name, tokens computed so, those of
 --       them with which later prompts began
--- reply {tenant, ms to its end, computed tokens, token ids (msgpack)}; {} where there is none
+-- reply {ms to its end, WarmPrompt (msgpack)}; {} where there is none
 local function warm_take(keys, argv)
   local tag, model, now = keys[1], argv[2], now_ms()
   for i = 3, #argv, 3 do
@@ -16,9 +16,10 @@ local function warm_take(keys, argv)
   while true do
     local packed = redis.call('LPOP', tag .. ':warm:' .. argv[1])
     if not packed then return {} end
-    local tenant, lane, end_ms, computed, ids = unpack(cmsgpack.unpack(packed))
-    if now < end_ms and not pauses.hold(paused, lane, tenant) then
-      return {tenant, end_ms - now, tonumber(computed), ids}
+    local entry = try(cmsgpack.unpack, packed)
+    local tenant, lane, end_ms, prompt = unpack(type(entry) == 'table' and entry or {})
+    if now < (tonumber(end_ms) or 0) and not pauses.hold(paused, lane, tenant) then
+      return {end_ms - now, prompt}
     end
   end
 end

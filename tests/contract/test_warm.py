@@ -7,6 +7,7 @@ import pytest
 import redis.asyncio
 from msgspec.structs import replace
 
+from contract.errors import WireError
 from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
@@ -43,7 +44,7 @@ async def leave(
 
 async def taken(functions: Functions, worker: str = "w1") -> tuple[int, ...] | None:
     found = await functions.warm_take(worker, MODEL, [])
-    return msgspec.msgpack.decode(found[3], type=tuple[int, ...]) if found else None
+    return None if found is None else found[1][2]
 
 
 async def test_the_worker_that_holds_the_beginning_gets_it_once(
@@ -52,9 +53,10 @@ async def test_the_worker_that_holds_the_beginning_gets_it_once(
     """And no other, with what is computed and how long it lives."""
     await leave(functions, job)
     assert await taken(functions, "w2") is None
-    tenant, end_ms, num_known, ids = await functions.warm_take("w1", MODEL, [])
-    assert (tenant, num_known, msgspec.msgpack.decode(ids)) == (b"t", 200, [*IDS])
-    assert 0 < end_ms <= 1000 * LIVES_S
+    found = await functions.warm_take("w1", MODEL, [])
+    assert found is not None
+    assert found[1] == (TENANT, 200, IDS)
+    assert 0.0 < found[0] <= LIVES_S
     assert await taken(functions) is None
 
 
@@ -117,3 +119,16 @@ async def test_a_tenant_of_whose_warmed_tokens_few_are_of_use_is_told_of(
     await functions.warm_take("w1", MODEL, [TENANT, tokens - 100, 0, "other", 10**6, 0])
     await functions.warm_take("w2", MODEL, [TENANT, 100, used])
     assert await leave(functions, job) is is_wasted
+
+
+async def test_damaged_entries_cost_themselves_alone(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, job: Job
+) -> None:
+    """No function raises after its first write; what a worker cannot read is a WireError."""
+    packed = msgspec.msgpack.encode([TENANT, "standard", 2**50, "nothing"])
+    for entry in (b"", b"\xc1", msgspec.msgpack.encode(7), msgspec.msgpack.encode(["t"]), packed):
+        await redis_client.rpush(keys.of("warm", "w1"), entry)
+    await leave(functions, job)
+    with pytest.raises(WireError):
+        await taken(functions)
+    assert await taken(functions) == IDS

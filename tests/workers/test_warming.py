@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from contract.codec import encode
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.jobs import Job
 from infra.embedded_redis import EmbeddedRedis
@@ -32,9 +31,9 @@ class Sides:
         self.worth: list[Any] = []
         self.sent: list[Any] = []
 
-    async def warm_take(self, worth: list[str | int]) -> list[Any]:
+    async def warm_take(self, worth: list[str | int]) -> Any:
         self.worth.append(worth)
-        return [b"t", 3000, 60, encode(self.prompts.pop(0))] if self.prompts else []
+        return (3.0, ("t", 60, self.prompts.pop(0))) if self.prompts else None
 
     def send(self, messages: list[Any]) -> None:
         self.sent += messages
@@ -124,7 +123,7 @@ async def test_a_failure_ends_it_and_nothing_else() -> None:
     warming.give_way(start(holding, "job", tenant="t").job)
     assert sides.worth == [[], []]
 
-    async def away(worth: list[str | int]) -> list[Any]:
+    async def away(worth: list[str | int]) -> Any:
         raise BrokerUnavailable("away")
 
     holding.clear()

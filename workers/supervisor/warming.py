@@ -6,9 +6,9 @@ import contextlib
 import secrets
 from dataclasses import dataclass
 
-import msgspec
 from cachetools import LRUCache
 
+from contract.codec import WarmPrompt
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.jobs import Job, SamplingParams
 from workers.ipc.messages import EngineLoad, Request, StopJob, TokenOut
@@ -18,7 +18,6 @@ from workers.supervisor.worker_broker import WorkerBroker
 
 _PREFIX = "warm-"  # of the ids by which the engine knows them
 _PARAMS = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_decode_ids = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 
 
 @dataclass(eq=False)
@@ -30,7 +29,7 @@ class Warming:
 
     def __post_init__(self) -> None:
         self.job_id = ""
-        self._prompt: tuple[str, tuple[int, ...], int]  # tenant, token ids, computed before
+        self._prompt: WarmPrompt
         # Tenant, length and hash of computed prompts -> tokens of them that were computed here.
         self._remembered: LRUCache[tuple[str, int, int], int] = LRUCache(32)
         self._worth: list[str | int] = []  # as Functions.warm_take has it
@@ -42,20 +41,19 @@ class Warming:
             self.job_id = ""
             self._remembered.clear()
         elif holding.has_warm_offer and not self.job_id and not holding.jobs:
-            found, worth, self._worth = [], self._worth, []
+            found, worth, self._worth = None, self._worth, []
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 found = await self._broker.warm_take(worth)
-            holding.has_warm_offer = bool(found)
-            if found and not holding.jobs:
-                raw_tenant, end_ms, num_known, raw = found
-                self.job_id, tenant = _PREFIX + secrets.token_hex(8), raw_tenant.decode()
-                self._prompt = tenant, (ids := _decode_ids(raw)), num_known
+            holding.has_warm_offer = found is not None
+            if found is not None and not holding.jobs:
+                end_s, self._prompt = found
+                (tenant, _, ids), self.job_id = self._prompt, _PREFIX + secrets.token_hex(8)
                 of_job = self.job_id, 0, tenant, WARM.name, (ids,), _PARAMS, ((),), (False,)
-                holding.engine.send([Request(*of_job, deadline_s=end_ms / 1000)])
+                holding.engine.send([Request(*of_job, deadline_s=end_s)])
 
     def end(self, message: object = None) -> None:
         """The engine has computed the current prompt, if the message is a token."""
-        (tenant, token_ids, num_before), self.job_id = self._prompt, ""
+        (tenant, num_before, token_ids), self.job_id = self._prompt, ""
         if isinstance(message, TokenOut):
             num_tokens = len(token_ids) - num_before
             self._remembered[tenant, len(token_ids), hash(token_ids)] = num_tokens

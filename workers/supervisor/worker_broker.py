@@ -11,13 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
-from contract.codec import encode_tokenizer
+from contract.codec import WarmPrompt, encode_tokenizer
 from contract.connection import connect
 from contract.consumer import listen
 from contract.errors import BrokerFull
@@ -130,7 +129,7 @@ class WorkerBroker:
             self._note_renewal(sent_s)
         return claimed
 
-    async def warm_take(self, worth: Sequence[str | int]) -> list[Any]:
+    async def warm_take(self, worth: Sequence[str | int]) -> tuple[float, WarmPrompt] | None:
         """As Functions.warm_take."""
         model = self._settings.served_model_name
         return await self._functions.warm_take(self.incarnation, model, worth)
