@@ -110,7 +110,7 @@ async def test_both_deployments_show_a_job_equally(
 
 
 def without_ids(body: bytes) -> bytes:
-    """The response without its id, its creation time and what the second call finds in the cache."""
+    """The response without its id, its creation time and what it found in the cache."""
     found = json.loads(body)
     if "created" not in found:
         return body

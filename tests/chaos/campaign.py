@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import redis.asyncio
 
 from contract.connection import end_tasks
+from contract.errors import BatchwayError
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys, partition_of
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
@@ -24,10 +26,12 @@ from tests.chaos.fleet import Fleet, FleetOptions
 from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
-from tests.chaos.oracles import DemoOracle, HashOracle, Oracle
+from tests.chaos.oracles import OPENINGS, DemoOracle, HashOracle, Oracle
+from tests.chaos.parts import NAMESPACE
 from tests.chaos.report import Report
 from tests.clock import clock_of, library_with_test_clock
 from tests.cluster import plain_client
+from tests.fakes import encode_text
 from tests.fleet import until
 from tests.oracle.audit import Audit
 from tests.vllm_environment import interpreter
@@ -174,7 +178,8 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
         for number in range(count)
     ]
     faults = asyncio.create_task(injector.run(options.num_faults))
-    waited = {*clients, faults, injector.fleet.failed}
+    warming = asyncio.create_task(_warm(options, injector.fleet, callers.ledger))
+    waited = {*clients, faults, warming, injector.fleet.failed}
     try:
         while not faults.done():
             done, _ = await asyncio.wait(
@@ -186,7 +191,25 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
         callers.is_over.set()
         await asyncio.gather(*clients)
     finally:
-        await end_tasks(faults, *clients)
+        await end_tasks(faults, warming, *clients)
+
+
+async def _warm(options: CampaignOptions, fleet: Fleet, ledger: Ledger) -> None:
+    """Leaves likely prompts to workers, which hold their beginnings."""
+    rng, keys = random.Random(f"{options.seed} warm"), Keys(NAMESPACE)
+    asked = Job(
+        id="", tenant="default", model=HashOracle.model, lane="standard", created_s=0,
+        endpoint=Endpoint.CHAT, prompt_ids=(), params=SamplingParams(max_tokens=1, seed=0),
+    )  # fmt: skip
+    while options.model == "hash" and fleet.cluster is None:
+        text = f"{rng.choice(OPENINGS[2:])} {rng.randrange(10**6)} " * 2
+        job = msgspec.structs.replace(asked, prompt_ids=encode_text(text))
+        with contextlib.suppress(BatchwayError):
+            async with fleet.observe(keys) as client:
+                await Functions(client, keys).warm(job, 0, lives_s=2.0)
+            ledger.counts["prompts left to workers"] += 1
+        await asyncio.sleep(_LOOK_S)
+    await asyncio.Event().wait()
 
 
 async def _rest(fleet: Fleet) -> None:

@@ -52,7 +52,7 @@ class Oracle(Protocol):
 
 _CONSTRAINED_SHARE = 0.3
 # Of prompts: some worker holds those that are long.
-_OPENINGS = ("", "", *(f"as said in part {part}, " * 8 for part in "xyz"))
+OPENINGS = ("", "", *(f"as said in part {part}, " * 8 for part in "xyz"))
 _CONSTRAINTS: Mapping[str, Mapping[str, Any]] = {
     "json": {
         "guided_json": {
@@ -84,7 +84,7 @@ class HashOracle:
 
     def draw(self, rng: random.Random) -> Ask:
         endpoint = rng.choice((CHAT, COMPLETIONS))
-        text = rng.choice(_OPENINGS) + f"{rng.randrange(10**6)} " * rng.randint(1, 6)
+        text = rng.choice(OPENINGS) + f"{rng.randrange(10**6)} " * rng.randint(1, 6)
         session = rng.choice(({}, {}, {"prompt_cache_key": rng.choice("abc")}))
         n = rng.choice((1, 1, 1, 2))
         sampling: dict[str, Any] = {

@@ -40,6 +40,7 @@ async def test_nothing_is_lost_and_nothing_is_repeated(num_faults: int) -> None:
     assert_clean(report)
     assert report.faults.total() >= num_faults
     assert report.ledger.num_deliveries >= report.ledger.num_callbacks > 0
+    assert report.ledger.counts["prompts left to workers"] > 0
 
 
 @pytest.mark.parametrize(
