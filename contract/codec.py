@@ -58,6 +58,8 @@ def _decoder(kind: type[T], what: str) -> Callable[[bytes], T]:
 
 
 decode_job = _decoder(Job, "job record")
+WarmPrompt = tuple[str, int, tuple[int, ...]]  # tenant, tokens that are computed, token ids
+decode_warm_prompt: Callable[[bytes], WarmPrompt] = _decoder(WarmPrompt, "warm prompt")  # type: ignore[arg-type]
 decode_ref = _decoder(ObjectRef, "object reference")
 decode_callback = _decoder(Callback, "callback")
 decode_card = _decoder(ModelCard, "model card")

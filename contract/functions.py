@@ -17,10 +17,12 @@ from msgspec.structs import replace
 
 from contract.codec import (
     WIRE_VERSION,
+    WarmPrompt,
     decode_job,
     decode_logged,
     decode_metadata,
     decode_ref,
+    decode_warm_prompt,
     encode,
     wire_errors,
 )
@@ -64,6 +66,7 @@ from contract.function_types import (
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
 from contract.library import Partition, Word
+from contract.residence import marks_of
 
 log = logging.getLogger("batchway.redis")
 
@@ -191,6 +194,21 @@ class Functions(Partition):
         claims = Claims(await self._readable(incarnation, reply))
         claims.again_s = None if again_ms is None else again_ms / 1000
         return claims
+
+    async def warm(self, job: Job, num_known: int, *, lives_s: float) -> bool:
+        """Leaves the prompt of a job that may come to a worker that holds a part of it. Returns
+        whether little of the like was of use. `num_known`: its tokens that are computed."""
+        prompt = encode((job.tenant, num_known, job.prompt_ids))
+        words = job.model, job.tenant, job.lane, marks_of(job), prompt, int(lives_s * 1000)
+        return bool(await self._call("warm", *words))
+
+    async def warm_take(
+        self, incarnation: str, model: str, worth: Sequence[Word]
+    ) -> tuple[float, WarmPrompt] | None:
+        """Takes what `warm` left, and the seconds for which it lives. `worth`: as in warm_take.lua.
+        Not repeated when the reply is lost."""
+        reply = await self._call("warm_take", incarnation, model, *worth, is_repeated=False)
+        return (reply[0] / 1000, decode_warm_prompt(reply[1])) if reply else None
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

@@ -194,6 +194,10 @@ class GatewaySettings(BaseSettings):
     prefers_cached: bool = _set(
         True, "whether jobs prefer the worker whose cache has their prompt's beginning or session"
     )
+    warms_next_turn: bool = _set(
+        False,
+        "whether idle workers compute what likely begins the next turn; needs `prefers_cached`",
+    )
     object_min_bytes: PositiveInt = _set(16 * 1024, "shorter prompts stay in Redis")
     result_url_s: PositiveFloat = _set(3_600.0, "how long a `result_url` is valid")
     callback_allow: Annotated[_Names, _read_by(AllowList.parse)] = _set(

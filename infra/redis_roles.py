@@ -38,7 +38,7 @@ _READ_COMMANDS = (
 _JOB_KEYS = (
     "ab ab_jobs active alone attended back chats corrections counters deadlines due early idle job "
     "jobs kept later later_tokens leases lengths line orphaned log out outbox own paused poison q "
-    "quarantine run runid stored tenant totals weights"
+    "quarantine run runid stored tenant totals warm warmth weights"
 )
 _FLEET_KEYS = "at offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
@@ -78,8 +78,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
     {
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
-            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS}",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
+            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} warm",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange ltrim rpush "
+            "srandmember",
             keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} dead idem memory num_partitions "
             "object_store promised wanted worker",
             reads=f"at clock partitions pool workers models model tokenizer {_API_KEYS} deliveries",
@@ -87,8 +88,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "worker": RedisRole(
             purpose="batchway worker",
-            functions="claim mine append heartbeat release blame read sweep",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
+            functions="claim mine append heartbeat release blame read sweep warm_take",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpop lpush ltrim srandmember "
             "zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
             reads=_PARTITION_KEYS,
@@ -97,8 +98,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "flows": RedisRole(
             purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
-            "append heartbeat release",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
+            "append heartbeat release warm",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim rpush "
             "srandmember zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} calibration clock "
             "dead idem memory num_partitions object_store owed promised told turn wanted",

@@ -28,10 +28,12 @@ DEFAULT_LANES = (
     STANDARD,
     Lane("batch", priority=2, min_share=0.05, max_slowdown=1.3),
 )
+# Of prompts that are computed before anybody asks for them; no call can name it.
+WARM = Lane("-warm", priority=2**20, max_slowdown=1.0)
 
 
 def lanes_of(options: Sequence[LaneOptions]) -> list[Lane]:
-    """The default lanes, changed and extended by the options.
+    """The default lanes, changed and extended by the options, and the lane of warming.
 
     If any minimum share is given, the defaults are dropped: together they might exceed 1.
     """
@@ -44,7 +46,7 @@ def lanes_of(options: Sequence[LaneOptions]) -> list[Lane]:
         values = {name: getattr(given, name) for name in names}
         changes = {name: value for name, value in values.items() if value is not None}
         lanes[given.name] = dataclasses.replace(lane, **changes)
-    return list(lanes.values())
+    return [*lanes.values(), WARM]
 
 
 def lanes_to_claim(

@@ -125,6 +125,8 @@ _ALL = (
         "From submission to success.",
         _CONFIG,
     ),
+    Metric("warmed_tokens_total", "counter", Source.JOBS, "Tokens of likely next prompts."),
+    Metric("warmed_tokens_used_total", "counter", Source.JOBS, "Those that later prompts had."),
     _engines("num_preemptions_total", "Sequences that lost their KV blocks to others."),
     _engines("tokens_recomputed_total", "Tokens computed again after a preemption."),
     _engines("tokens_forced_total", "Output tokens that a grammar forced."),

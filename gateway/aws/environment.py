@@ -30,7 +30,8 @@ def load_settings() -> GatewaySettings:
     known = {"BATCHWAY_REQUIRE_KEY": "1", "BATCHWAY_EMBEDDED_METRICS": "1", **os.environ}
     known |= operators_settings(os.environ)
     known["BATCHWAY_CONSOLE"] = "0"  # a page that watches would hold a function
-    known["BATCHWAY_FEEDS_BATCHES"] = "0"  # Lambda stops a function between its invocations
+    # Lambda stops a function between its invocations.
+    known["BATCHWAY_FEEDS_BATCHES"] = known["BATCHWAY_WARMS_NEXT_TURN"] = "0"
     if arns := known.get(SECRETS_VARIABLE):
         known |= read_secrets([arn.strip() for arn in arns.split(",")])
     if url := redis_url_of(known):

@@ -9,7 +9,7 @@ from typing import Any
 
 from contract.answers import Answer, Chunks, response_logprobs
 from contract.errors import BatchwayError
-from contract.events import End, LogEntry, Members
+from contract.events import End, LogEntry, Members, Tokens
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.response_events import (
@@ -65,6 +65,8 @@ async def follow(
                 return
             case [*entries] if call is not None:
                 _note(call, entries)
+            case Reset() if call is not None and call.deltas:
+                call.deltas.clear()
         yield news
         if ends_with_drain and gateway.drain.is_over:
             raise Draining
@@ -76,6 +78,8 @@ def _note(call: SyncCall, entries: Sequence[LogEntry]) -> None:
             call.note_members(entry.event)
         else:
             call.timing.mark("first_token")
+            if call.deltas is not None and isinstance(entry.event, Tokens):
+                call.deltas += entry.event.deltas
 
 
 def _log_answered(job: Job, end: End) -> None:

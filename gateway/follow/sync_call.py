@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Depends, Header, Query, Request
 
 from contract.errors import BatchwayError
-from contract.events import Members
+from contract.events import ChoiceDelta, Members
 from contract.function_types import Submitted
 from contract.jobs import Job
 from gateway.follow.job_objects import accepted_object, accepted_response
@@ -166,6 +166,9 @@ class SyncCall:
         self.key = key
         self.timing = ServerTiming()
         self.headers = time_limit.headers()  # of the answer
+        # What was output, if the next turn is to be warmed.
+        is_warmed = gateway.settings.warms_next_turn
+        self.deltas: list[ChoiceDelta] | None = [] if is_warmed and position is START else None
         self._members: KnownMembers | None = None  # of a flow
         self._goes_on = False
         self._job_retention_s = 0.0

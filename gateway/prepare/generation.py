@@ -500,7 +500,7 @@ def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:
 
 
 # Variables of real templates -> their value for an effort; None: as if it were not given.
-_OF_EFFORT: Mapping[str, Callable[[Effort], Any]] = {
+OF_EFFORT: Mapping[str, Callable[[Effort], Any]] = {
     "reasoning_effort": lambda effort: effort,  # gpt-oss, Solar, DeepSeek V4
     "thinking_effort": lambda effort: effort,  # Kimi K3
     "enable_thinking": lambda effort: effort != "none",  # Qwen3, GLM, and most others
@@ -518,10 +518,10 @@ def template_variables(
     that does not reason."""
     variables = dict(files.template_kwargs)
     if effort is not None:
-        known = [name for name in files.template_variables if name in _OF_EFFORT]
+        known = [name for name in files.template_variables if name in OF_EFFORT]
         if not known and (effort != "none" or files.reasoning is not None):
             message = "reasoning_effort: the model's chat template knows no degrees of reasoning"
             raise bad_request(UNSUPPORTED, message, "reasoning_effort")
-        values = {name: _OF_EFFORT[name](effort) for name in known}
+        values = {name: OF_EFFORT[name](effort) for name in known}
         variables |= {name: value for name, value in values.items() if value is not None}
     return variables | dict(given or {})

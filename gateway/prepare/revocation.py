@@ -16,12 +16,12 @@ from gateway.http import sse
 from gateway.http.errors import ApiError
 from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 
-_KEY = "key_in_redis"
+KEY = "key_in_redis"  # in the request's state
 
 
 def watch_key(request: Request, key: str) -> None:
     """Registers the key that admitted the request: when it is no longer valid, the request ends."""
-    setattr(request.state, _KEY, key)
+    setattr(request.state, KEY, key)
 
 
 class RevocationGuard:
@@ -76,7 +76,7 @@ class _Call:
             await end_tasks(waiting)
 
     async def _must_end(self) -> bool:
-        key = self._scope.get("state", {}).get(_KEY)
+        key = self._scope.get("state", {}).get(KEY)
         if key is None or self._is_complete or (self._has_begun and not self._is_stream):
             return False
         try:

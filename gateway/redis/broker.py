@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from cachetools import TTLCache
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
@@ -79,6 +80,7 @@ SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no 
 SOON_S = 0.005
 _RETRY_S = 1.0  # of a report that Redis has not answered
 _WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
+_WARM_S = 3.0  # with a key's REMEMBERED_S no longer than a revoked key may be of use
 _FOR_WANT = {ErrorCode.NO_WORKERS, ErrorCode.DEADLINE_INFEASIBLE}  # of a worker, if none lives
 
 T = TypeVar("T")
@@ -180,6 +182,8 @@ class Broker:
         # Of the events of the calls that wait here: a step's are one message.
         self.channel = secrets.token_hex(8)
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
+        # Tenants and models for which little that was warmed was of use; they are tried again.
+        self.unwarmed: TTLCache[tuple[str, str], bool] = TTLCache(maxsize=4096, ttl=60.0)
         self.known = KnownModels(self.shards, settings.declared_models)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         api_keys = ApiKeys(first.client, first.keys, pepper or None)
@@ -248,6 +252,12 @@ class Broker:
             shard = await self.shards.of(job.id)
             if not await self.known.num_live_in(shard, job.model):
                 await self.request_worker(shard, job.model, job.lane)
+
+    async def warm(self, job: Job, num_known: int) -> None:
+        """As Functions.warm."""
+        shard = await self.shards.of(job.id)
+        if await shard.call(shard.functions.warm, job, num_known, lives_s=_WARM_S):
+            self.unwarmed[job.tenant, job.model] = True
 
     async def request_worker(self, shard: GatewayShard, model: str, lane: str = ANY_LANE) -> None:
         """Asks for a worker for a refused call: starters of workers see waiting jobs only. A

@@ -44,6 +44,7 @@ from gateway.prepare.admission import Caller, Inference
 from gateway.prepare.calls import check_goes_on
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.messages import MessagesBody, PromptBody, prepare_any_call
+from gateway.prepare.next_turn import then_warmed
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
@@ -261,7 +262,7 @@ def _check_resumes(call: SyncCall, body: CallBody | MessagesBody) -> None:
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
 async def create_chat_completion(call: AskedCall, caller: Inference, body: ChatBody) -> Response:
     """Answers a conversation, whole or as a stream."""
-    return await answer_call(call, caller, Endpoint.CHAT, body)
+    return then_warmed(await answer_call(call, caller, Endpoint.CHAT, body), call, lambda: body)
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses={200: EVENTS})
@@ -273,7 +274,8 @@ async def create_completion(call: AskedCall, caller: Inference, body: Completion
 @router.post("/v1/messages", response_model=MessageObject, responses={200: EVENTS, **answers(529)})
 async def create_message(call: AskedCall, caller: Inference, body: MessagesBody) -> Response:
     """Answers a conversation in Anthropic's form, whole or as a stream; its job is a chat's."""
-    return await answer_call(call, caller, Endpoint.CHAT, body)
+    answer = await answer_call(call, caller, Endpoint.CHAT, body)
+    return then_warmed(answer, call, body.chat, "toolu")
 
 
 @router.post("/v1/messages/count_tokens", responses=answers(529))

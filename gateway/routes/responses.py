@@ -29,8 +29,9 @@ from gateway.http.bodies import unless_gone
 from gateway.http.errors import UnknownJob, bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter
+from gateway.prepare.next_turn import then_warmed
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
-from gateway.prepare.response_jobs import prepare_response
+from gateway.prepare.response_jobs import prepare_response, to_messages
 from gateway.prepare.unsupported import ignored_header
 from gateway.routes.calls import (
     EVENTS,
@@ -143,11 +144,13 @@ async def create_response(
         return sse.json_response(shown, headers=call.headers | call.timing.headers())
     with call.named_errors():
         if body.stream:
-            return await _stream(call, record)
-        try:
-            return await answer_whole(call, whole_response(call, record))
-        finally:
-            await _forget_unstored(call, record)
+            answer = await _stream(call, record)
+        else:
+            try:
+                answer = await answer_whole(call, whole_response(call, record))
+            finally:
+                await _forget_unstored(call, record)
+        return then_warmed(answer, call, lambda: body.chat(to_messages(record.items)))
 
 
 @router.post("/v1/responses/input_tokens", responses=answers(415))

@@ -208,12 +208,13 @@ async def test_the_entry_point_reads_its_settings_once(
     assert await asyncio.to_thread(run) == [200, 200]
 
 
-def test_functions_feed_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_do_nothing_between_invocations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the variable says; other gateways do."""
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
-    monkeypatch.setenv("BATCHWAY_FEEDS_BATCHES", "1")
-    assert not load_settings().feeds_batches
-    assert GatewaySettings.from_env().feeds_batches
+    for name in ("feeds_batches", "warms_next_turn"):
+        monkeypatch.setenv(f"BATCHWAY_{name.upper()}", "1")
+        assert not getattr(load_settings(), name)
+        assert getattr(GatewaySettings.from_env(), name)
 
 
 # --- in Lambda's own emulator: awslambdaric and our handler ------------------------------------

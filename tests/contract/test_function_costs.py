@@ -4,6 +4,7 @@ long, however much waits, runs and is kept.
 Processor time, not the clock, and as a multiple of the cheapest `submit` on the same machine.
 """
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from inspect import isawaitable
 from itertools import zip_longest
@@ -12,14 +13,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from contract.batches import BatchStatus, Part
 from contract.errors import BrokerFull, JobRefused
 from contract.function_types import MAX_CLAIM, Blame, FairRoom, JobMark, LaneRoom, Release, Wanted
-from contract.jobs import JobStatus
+from contract.jobs import Job, JobStatus
 from contract.library import library_source  # before tests set a clock in it
 from contract.operations import OperationKind
 from contract.pauses import PauseLine
+from contract.residence import prefix_marks
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.crowded_redis import (
     BIG,
@@ -533,6 +536,33 @@ async def _(crowd: CrowdedRedis) -> Calls:
         status = None
     fields: dict[str, Any] = {"completed": 240, "failed": 16, "errors": b"\x90" * 100_000}
     yield crowd.batches.save(batch_id, "t", status=BatchStatus.FAILED, fields=fields, **terms)
+
+
+# --- prompts to warm
+
+
+async def longest(crowd: CrowdedRedis) -> list[Job]:
+    """A long prompt of which a worker holds the beginning, for eight calls."""
+    job = replace(crowd.job(BIG, LANES[0]), prompt_ids=tuple(range(110_000)))
+    mark = prefix_marks(BIG, job.prompt_ids[:64])
+    value = f"{int(time.time() / 60)} {WORKERS[9]}"
+    await crowd.client.hset(crowd.keys.of("at", MODEL), mapping={mark: value})
+    return [job] * 8
+
+
+def warm(crowd: CrowdedRedis, job: Job) -> Awaitable[bool]:
+    return crowd.functions.warm(job, 64, lives_s=60.0)
+
+
+each("warm", "110,000 tokens", longest, warm)
+
+
+@case("warm_take", "110,000 tokens")
+async def _(crowd: CrowdedRedis) -> Calls:
+    for job in await longest(crowd):
+        await warm(crowd, job)
+    for _ in range(8):
+        yield crowd.functions.warm_take(WORKERS[9], MODEL, [BIG, 100, 10] * 8)
 
 
 # --- pauses

@@ -140,6 +140,7 @@ class FakeWorker:
     lanes: tuple[str, ...] = LANES
     info: str = "{}"  # JSON, of its status
     state: WorkerState = "up"
+    prompt_token_s: float | None = None  # of a worker that keeps prefixes
 
     @property
     def client(self) -> redis.asyncio.Redis:
@@ -182,6 +183,7 @@ class FakeWorker:
                 lease_s=LEASE_S,
                 max_jobs=1,
                 max_tokens=10**6,
+                prompt_token_s=self.prompt_token_s,
             )
         except BrokerUnavailable:  # a fixture has blocked this loop for longer than a command
             seen = [job.id for job in self.seen]

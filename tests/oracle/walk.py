@@ -9,8 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from contract.function_types import TenantLimits, Wanted
 from contract.jobs import TERMINAL_STATUSES, JobStatus
+from contract.residence import prefix_marks
+from tests.contract.some_calls import make_job
 from tests.oracle.world import LANES, LEASE_S, REF, World, contents, job_id, name_of
 
 TENANTS, WORKERS = ("t", "u"), ("w", "x", "y")
@@ -88,7 +92,13 @@ class Walk:
             *((20, self.submit), (24, self.claim), (30, self.append), (8, self.release)),
             *((5, self.blame), (5, self.heartbeat), (3, self.mine), (6, self.cancel)),
             *((6, self.move), (5, self.detach), (6, self.delete), (3, self.attend)),
-            *((3, self.list_jobs), (3, self.pause), (seldom, self.look), (often, self.sweep)),
+            *(
+                (3, self.list_jobs),
+                (3, self.pause),
+                (2, self.warm),
+                (seldom, self.look),
+                (often, self.sweep),
+            ),
             (2 * often, lambda: self.world.pass_time(self.rng.choice([0.5, 3, 6, 11]))),
         ]
 
@@ -415,6 +425,23 @@ class Walk:
         assert found == {name for name, e in self.ledger.items() if e.holder == worker} - known
         for name in found:
             self.ledger[name].lease_ms = self.world.now_ms + LEASE_MS
+
+    def warm(self) -> None:
+        """A prompt goes once to a live worker that holds its beginning, unless it is paused."""
+        rng, world = self.rng, self.world
+        tenant, lane, worker = rng.choice(TENANTS), rng.choice(LANES), rng.choice(WORKERS)
+        job = make_job(tenant, lane)
+        job = replace(job, prompt_ids=(*range(100), self.num_submitted))
+        mark = prefix_marks(tenant, job.prompt_ids[:64])
+        hint = f"{world.now_ms // 60_000} {worker}"
+        world.client.hset(world.keys.of("at", "m"), mark, hint)
+        world.run(world.functions.warm(job, 64, lives_s=3.0))
+        found = world.run(world.functions.warm_take(worker, "m", [tenant, 9, 3]))
+        seen_ms = float(world.redis("ZSCORE", "workers:m", worker) or 0.0)
+        is_paused = any(a in ("", lane) and b in ("", tenant) for a, b in self.paused)
+        is_left = seen_ms >= world.now_ms - 15_000 and not is_paused
+        assert found == ((3.0, (tenant, 64, job.prompt_ids)) if is_left else None)
+        assert world.run(world.functions.warm_take(worker, "m", [])) is None
 
     # --- time, and the whole
 

@@ -24,6 +24,7 @@ from workers.supervisor.held_job import HeldJob, OutputFormats
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher, ResultKeeper
+from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import make_card
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +43,8 @@ class Desk:
         self.holding = Holding(self.engine)
         publisher = Publisher(lane, self.holding, ResultKeeper(None, 0, lane))
         self.meter = Meter()
-        parts = (settings, lane, self.engine, self.holding, publisher, self.meter)
+        warming = Warming(lane, self.holding)
+        parts = (settings, lane, self.engine, self.holding, publisher, self.meter, warming)
         self.receive: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._receive
         self.appended: asyncio.Queue[tuple[Append, EngineLoad]] = asyncio.Queue()
         self._publishing = asyncio.create_task(publisher.run())

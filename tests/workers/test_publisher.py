@@ -23,6 +23,7 @@ from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher, ResultKeeper
+from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +50,8 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     link = EngineLink(settings.engine_options(), client=engine)  # type: ignore[arg-type]
     holding = Holding(link)
     publisher = Publisher(lane, holding, ResultKeeper(None, 0, lane))
-    keeper = EngineKeeper(settings, lane, link, holding, publisher, Meter())
+    warming = Warming(lane, holding)
+    keeper = EngineKeeper(settings, lane, link, holding, publisher, Meter(), warming)
     publishing = asyncio.create_task(publisher.run())
     job = await caller.submit("stop me", max_tokens=100)
     [claimed] = await lane.claim(

@@ -31,7 +31,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan, StepReport, marks_of, token_out
 from workers.engine.strategy import Strategies, Strategy, StrategyBatches, num_tokens_of
 from workers.ipc.messages import TokenOut, VectorOut
-from workers.lanes import DEFAULT_LANES, Lane
+from workers.lanes import DEFAULT_LANES, WARM, Lane
 
 
 class Engine(JobEngine):
@@ -280,7 +280,8 @@ class Engine(JobEngine):
                     report.add_scores(sequence, row)
 
     def _finish(self, sequence: Sequence) -> None:
-        self._lengths.observe(sequence)
+        if sequence.lane != WARM.name:
+            self._lengths.observe(sequence)
         self._remove([sequence])
 
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from contract.fair_shares import FairShares
 from workers.engine.interface import Chunk
 from workers.engine.sequence import Account, Sequence
-from workers.lanes import STANDARD, Lane
+from workers.lanes import STANDARD, WARM, Lane
 
 _LATELY_S = 10.0
 
@@ -62,7 +62,7 @@ class Lanes:
 
     def live_lately(self, now_s: float) -> dict[str, Lane]:
         """The lanes with work now or in the last ten seconds, by the names that jobs have."""
-        self._live_at |= dict.fromkeys(self._num_live, now_s)
+        self._live_at |= dict.fromkeys((n for n in self._num_live if n != WARM.name), now_s)
         names = [name for name, at_s in self._live_at.items() if now_s - at_s <= _LATELY_S]
         return {name: self._table.get(name, STANDARD) for name in names}
 

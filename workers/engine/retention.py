@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from workers.engine.sequence import Sequence
+from workers.lanes import WARM
 
 _LEAST_S, _MOST_S = 1.0, 600.0  # of a retention; longer pauses teach nothing
 _FIRST_S = 20.0  # the pause that is expected of a tenant before its first
@@ -78,7 +79,7 @@ class Retention:
 
     def end(self, sequence: Sequence) -> list[bytes]:
         """Ends the pause after which a starting sequence goes on, if any. Returns keys let go."""
-        for pause in reversed(self._pauses):
+        for pause in reversed(self._pauses) if sequence.lane != WARM.name else ():
             num_prompt = pause.compared.stop + _NUM_OPENING
             is_longer = sequence.tenant == pause.tenant and sequence.num_prompt > num_prompt
             if is_longer and sequence.token_ids[pause.compared] == pause.compared_ids:

@@ -17,8 +17,9 @@ from workers.engine.order import Lanes, Order, VirtualTokenCounters, WaitingQueu
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, RunningSequences, StepPlan, Streams
-from workers.lanes import DEFAULT_LANES, Lane
+from workers.lanes import DEFAULT_LANES, WARM, Lane
 
+_WARM_TOKENS = 128  # of a step that computes for nobody: the job that comes waits for its end
 _SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting
 
 
@@ -437,9 +438,12 @@ class Scheduler:
         num_planned = plan.num_planned(sequence)
         if self._limits.prefill_only:
             return sequence.num_pending - num_planned
+        num_pending = sequence.num_pending - num_planned
+        if sequence.lane == WARM.name:
+            num_pending = min(num_pending, _WARM_TOKENS - num_planned)
         return plan.num_allowed(
             sequence.lane,
-            sequence.num_pending - num_planned,
+            num_pending,
             sequence.num_computed + num_planned,
             is_due=self._is_due(plan, sequence),
         )

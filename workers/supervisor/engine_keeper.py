@@ -45,6 +45,7 @@ from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.load_progress import LoadProgress
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
+from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class EngineKeeper:
     _holding: Holding
     _publisher: Publisher
     _meter: Meter
+    _warming: Warming
 
     def __post_init__(self) -> None:
         self._progress = LoadProgress(self._settings.progress_path)
@@ -153,6 +155,8 @@ class EngineKeeper:
 
     def _take(self, message: FromEngine) -> None:
         match message:
+            case TokenOut(job_id) | JobFailed(job_id) if job_id == self._warming.job_id:
+                self._warming.end(message)
             case TokenOut() | VectorOut() | ChoiceEnded():
                 self._take_output(message)
             case EngineLoad():
@@ -193,6 +197,7 @@ class EngineKeeper:
                 raise EngineRefused(text)
 
     def _take_load(self, load: EngineLoad) -> None:
+        self._warming.hide_step(load)
         if self._engine.note_step(load, time.monotonic()) or self._frees_place:
             self._holding.wake.set()
         self._frees_place = False

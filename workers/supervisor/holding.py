@@ -210,6 +210,7 @@ class Holding:
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
+    has_warm_offer: bool = False  # a prompt to compute while nothing is held
     _num_drained: int = 0  # served of jobs that left, less what others served before they came
     _cancelled: LRUCache[tuple[str, int], bool] = field(
         default_factory=lambda: LRUCache(_MAX_CANCELLED)

@@ -182,6 +182,9 @@ class LeaseKeeper:
                     job.lane, epoch = lane, job.epoch
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
+                case ["warm"]:
+                    self._holding.has_warm_offer = True
+                    self._holding.wake.set()
                 case ["drain"]:
                     self._on_drain_order()
 

@@ -33,6 +33,7 @@ from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.metrics import JobSpans, Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
 from workers.supervisor.publisher import Publisher, ResultKeeper, tidy
+from workers.supervisor.warming import Warming
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,9 @@ class Supervisor:
         )
         self._drain = Drain(settings.drain_s, settings.drain_release_s)
         self._meter = Meter()
+        self._warming = Warming(self._broker, self._holding)
         parts = (settings, self._broker, self._engine, self._holding, self._publisher, self._meter)
-        self._keeper = EngineKeeper(*parts)
+        self._keeper = EngineKeeper(*parts, self._warming)
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
@@ -141,6 +143,8 @@ class Supervisor:
             await self._claims.wait_for_wake()
             try:
                 await self._claims.claim_while_room(self._start_all, self._drain.begun.is_set)
+                if not self._drain.begun.is_set():
+                    await self._warming.begin()
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
@@ -185,6 +189,7 @@ class Supervisor:
         if self._engine.client is None:  # the engine has died
             await self._broker.release([Release(job_id, claimed.epoch, "drain")])
             return
+        self._warming.give_way(claimed.job)
         self._holding.start(job, is_first=claimed.attempt == 1 and claimed.next_number == 1)
         if job.is_complete:
             self._publisher.note(job)

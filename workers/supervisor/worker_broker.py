@@ -16,7 +16,7 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
-from contract.codec import encode_tokenizer
+from contract.codec import WarmPrompt, encode_tokenizer
 from contract.connection import connect
 from contract.consumer import listen
 from contract.errors import BrokerFull
@@ -128,6 +128,11 @@ class WorkerBroker:
         if is_idle:
             self._note_renewal(sent_s)
         return claimed
+
+    async def warm_take(self, worth: Sequence[str | int]) -> tuple[float, WarmPrompt] | None:
+        """As Functions.warm_take."""
+        model = self._settings.served_model_name
+        return await self._functions.warm_take(self.incarnation, model, worth)
 
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
         """The jobs of a claim whose reply was lost. `known_ids`: the jobs that the worker holds."""

@@ -27,7 +27,7 @@ from tests.workers.engine.test_state_machine import LANES, all_lanes
 from workers.engine.sequence import RequestRefused, Sequence
 from workers.engine.step_plan import StepReport
 from workers.ipc.messages import Request, TokenOut
-from workers.lanes import DEFAULT_LANES, Lane
+from workers.lanes import DEFAULT_LANES, WARM, Lane, lanes_of
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 _STEP_TOKENS = 10_000
@@ -366,3 +366,23 @@ def test_vocabulary_and_lengths_are_checked_when_a_job_comes() -> None:
     with pytest.raises(RequestRefused):
         placed.add(job("unknown", (VOCAB_SIZE,)))
     assert placed.engine.next_wake_s() is None
+
+
+def test_a_prompt_for_nobody_is_one_token_at_the_lowest_priority() -> None:
+    """vLLM serves the smallest first."""
+    priorities: dict[str, int] = {}
+
+    class Host(HashHost):
+        def start(self, sequence: Sequence, priority: int) -> None:
+            priorities[sequence.lane] = priority
+            super().start(sequence, priority)
+
+    engine = PlacingEngine(Host(8), VOCAB_SIZE, frozenset({EOS_ID}), lanes_of(()))
+    one = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    lanes = ("interactive", "standard", "batch", WARM.name)
+    for lane in lanes:
+        engine.add(Request(lane, 0, "t", lane, ((1, 2, 3),), one, ((),), (False,)))
+    report = engine.step()
+    assert sorted(out.job_id for out in report.outputs) == sorted(lanes)
+    assert max(priorities, key=priorities.__getitem__) == WARM.name
+    assert not engine.has_work
