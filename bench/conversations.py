@@ -72,6 +72,7 @@ VARIANTS = {
     "prefixes": Variant({}, False, ("sessions", "retention")),
     "prefixes, sessions": Variant({}, True, ("retention",)),
 }
+REAL = VARIANTS | {"all, warmed": Variant({"BATCHWAY_WARMS_NEXT_TURN": "true"}, True, ())}
 SIMULATED = VARIANTS | {"prefixes, sessions, retention": Variant({}, True, ())}
 
 
@@ -403,11 +404,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0, help="of simulated ones, in a second")
     parser.add_argument("--blocks", type=int, default=8192, help="of a simulated worker's cache")
-    parser.add_argument("--variant", action="append", choices=SIMULATED, help="default: all")
+    parser.add_argument("--variant", action="append", choices=REAL | SIMULATED, help="default: all")
     parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args()
     is_simulated = given.measurement == "simulated"
-    variants = SIMULATED if is_simulated else VARIANTS
+    variants = SIMULATED if is_simulated else REAL
     rounds = {name: list[Round]() for name in given.variant or variants}
     turns = (1, 1) if given.measurement == "uniform" else _TURNS
     for number in range(given.rounds):
