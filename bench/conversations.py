@@ -4,9 +4,11 @@
 before; a tool takes its time between. Another tenant makes single calls beside them. Each variant
 has a `batchway up` of its own, in turns, with equal conversations in each round.
 
-`uniform`: the same with single calls alone, whose prompts begin like no other.
+`uniform`: the same with single calls alone, whose prompts begin like no other; the columns of later
+turns are of all calls.
 
-`simulated`: sixteen simulated workers, with step times of a GPU; each round has another seed.
+`simulated`: sixteen simulated workers, with step times of a GPU; a turn but the last calls a tool,
+and each round has another seed.
 
 `ideal` is what one worker would find that keeps all prompts and answers of a tenant, in whole
 blocks. Tables have the median over the rounds, and the least and the most.
@@ -21,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 
 from batchway_client.events import Parser
 from bench.processes import UP_IS_READY, running_server
@@ -38,7 +41,6 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.connection import connect
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.telemetry.metrics_reader import MetricsSamples
 from infra.embedded_redis import EmbeddedRedis
 from infra.planning.calibration import fleet_with
 from infra.planning.costs import Fitted
@@ -52,23 +54,26 @@ _BLOCK = 16
 _TURNS, _OUTPUT = (4, 8), (8, 16)
 _PAUSE_S = 0.2, 1.0
 _OTHER_S = 2.0  # between calls of the other tenant
-_COUNTED_S = 10.0  # until a worker has told what it found
 _SYSTEMS = 4  # agents, each with its instructions
 
 
 class Variant(NamedTuple):
-    """Settings of gateways and workers, and whether calls name their session."""
+    """Settings of gateways, whether calls name their session, and what a simulation leaves out."""
 
     environment: Mapping[str, str]
-    names_sessions: bool = False
+    names_sessions: bool
+    without: tuple[Part, ...]
 
 
-_BLIND = {"BATCHWAY_PREFERS_CACHED": "false"}
 VARIANTS = {
-    "claims do not look": Variant(_BLIND),
-    "prefixes": Variant({}),
-    "prefixes, sessions": Variant({}, names_sessions=True),
+    "claims do not look": Variant(
+        {"BATCHWAY_PREFERS_CACHED": "false"}, False, ("residence", "retention")
+    ),
+    "prefixes": Variant({}, False, ("sessions", "retention")),
+    "prefixes, sessions": Variant({}, True, ("retention",)),
 }
+REAL = VARIANTS | {"all, warmed": Variant({"BATCHWAY_WARMS_NEXT_TURN": "true"}, True, ())}
+SIMULATED = VARIANTS | {"prefixes, sessions, retention": Variant({}, True, ())}
 
 
 # --- the ideal --------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ def _keys(token_ids: Seq[int]) -> Iterator[int]:
 
 @dataclass(slots=True)
 class Turn:
-    """One call. Times are those of a clock; `cached`: as the answer's usage tells."""
+    """One call. Times are those of a clock; `num_cached`: of its prompt, as the answer tells."""
 
     sent_s: float
     is_later: bool
@@ -108,7 +113,7 @@ class Turn:
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     text: str = ""
-    cached: int | None = None
+    num_cached: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -178,7 +183,7 @@ async def say(http: httpx.AsyncClient, body: Mapping[str, Any], *, is_later: boo
 def _note(turn: Turn, chunk: Mapping[str, Any]) -> None:
     turn.prompt_ids = tuple(chunk.get("prompt_token_ids") or turn.prompt_ids)
     if usage := chunk.get("usage"):
-        turn.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        turn.num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     for choice in chunk.get("choices") or ():
         if token_ids := choice.get("token_ids"):
             turn.first_s = turn.first_s or time.monotonic()
@@ -234,26 +239,16 @@ class Callers:
             for about in coming:
                 turns.extend(await hold(self._agents, about, names_session=names_sessions))
 
-        beside = asyncio.create_task(self._single_calls(calls))
+        beside = asyncio.create_task(self._single_calls(f"beside {conversations[0].name}", calls))
         await asyncio.gather(*(agent() for _ in range(at_a_time)))
         beside.cancel()
         await asyncio.wait((beside,))
         return turns, calls
 
-    async def _single_calls(self, calls: list[Turn]) -> None:
-        for about in conversations_of(10_000, "other", (1, 1)):
+    async def _single_calls(self, seed: str, calls: list[Turn]) -> None:
+        for about in conversations_of(1000, seed, (1, 1)):
             calls += await hold(self._other, about, names_session=False)
             await asyncio.sleep(_OTHER_S)
-
-    async def counted(self, num_looked_up: float) -> MetricsSamples:
-        """The metrics, once workers have told of so many tokens."""
-        url, until_s = self._agents.base_url.copy_with(path="/metrics"), time.monotonic()
-        while True:
-            page = MetricsSamples.parse((await self._agents.get(url)).text)
-            is_whole = page.value("prefix_cache_queries_total") >= num_looked_up
-            if is_whole or time.monotonic() > until_s + _COUNTED_S:
-                return page
-            await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
@@ -280,30 +275,17 @@ async def callers_of(variant: Variant, workers: int) -> AsyncIterator[Callers]:
 async def run_real(
     variant: Variant, conversations: Seq[Conversation], workers: int, at_a_time: int
 ) -> Round:
-    names_sessions = variant.names_sessions
     async with callers_of(variant, workers) as callers:
-        begun = await callers.run(
-            conversations_of(2 * workers, "warm up"), 2 * workers, names_sessions=False
+        begun = conversations_of(2 * workers, "warm up")
+        await callers.run(begun, 2 * workers, names_sessions=False)
+        start_s = time.monotonic()
+        turns, others = await callers.run(
+            conversations, at_a_time, names_sessions=variant.names_sessions
         )
-        num_before = num_prompt_tokens(itertools.chain(*begun))
-        before, start_s = await callers.counted(num_before), time.monotonic()
-        turns, others = await callers.run(conversations, at_a_time, names_sessions=names_sessions)
         wall_s = time.monotonic() - start_s
-        num_all = num_prompt_tokens(turns)
-        page = await callers.counted(num_before + num_all + num_prompt_tokens(others))
-    num_found = page.since(before).value("prefix_cache_hits_total")
-    if turns[0].cached is not None:
-        num_found = sum(turn.cached or 0 for turn in turns)
-    return round_of(turns, others, num_found, wall_s)
-
-
-def num_prompt_tokens(turns: Iterable[Turn]) -> int:
-    return sum(len(turn.prompt_ids) for turn in turns)
-
-
-def round_of(turns: Seq[Turn], others: Seq[Turn], num_found: float, wall_s: float) -> Round:
-    num_all = num_prompt_tokens(turns)
-    laters = [turn.ttft_s for turn in turns if turn.is_later]
+    num_all = sum(len(turn.prompt_ids) for turn in turns)
+    num_found = sum(turn.num_cached for turn in turns)
+    laters = [turn.ttft_s for turn in [turn for turn in turns if turn.is_later] or turns]
     others_s = [(t.ended_s - t.first_s) / max(1, len(t.output_ids) - 1) for t in others]
     return Round(
         found=num_found / num_all,
@@ -319,25 +301,23 @@ def round_of(turns: Seq[Turn], others: Seq[Turn], num_found: float, wall_s: floa
 
 # --- simulated workers ------------------------------------------------------------------------
 
-_COSTS = Fitted(0.01, 1e-4, 2e-8, 1e-10, num_blocks=8192, max_num_seqs=64)
+_COSTS = Fitted(0.01, 1e-4, 2e-8, 1e-10, max_num_seqs=64)
 _SIMULATED = 16  # workers
 _FIRST, _ADDED, _SAID, _PAUSED_S = 2000, 200, 100, 2.0  # tokens of prompts, turns and answers
-_WITHOUT: Mapping[str, tuple[Part, ...]] = {
-    "claims do not look": ("residence",),
-    "prefixes": ("sessions",),
-    "prefixes, sessions": (),
-}
 
 
-def run_simulated(name: str, num: int, rate_per_s: float, seed: int) -> Round:
+def run_simulated(
+    variant: Variant, num: int, rate_per_s: float, num_blocks: int, seed: int
+) -> Round:
     firsts = drawn(num, rate_per_s, _FIRST, _SAID, 0.5, seed)
     agents = list(conversing(firsts, _TURNS, _ADDED, _PAUSED_S, seed))
     until_s = agents[-1].arrival_s
     others = [Arrival(5.0 + i / 5, 500, 64, tenant="other") for i in range(int(5 * until_s))]
     arrivals = heapq.merge(agents, others, key=lambda arrival: arrival.arrival_s)
-    fleet = fleet_with(_COSTS, EngineOptions(model_path="", max_num_seqs=64), _SIMULATED)
+    costs = msgspec.structs.replace(_COSTS, num_blocks=num_blocks)
+    fleet = fleet_with(costs, EngineOptions(model_path="", max_num_seqs=64), _SIMULATED)
     with EmbeddedRedis() as server:
-        outcome, without = SimulationOutcome(answers=[]), _WITHOUT[name]
+        outcome, without = SimulationOutcome(), variant.without
         Simulation(fleet, server.url, outcome, seed=seed, without=without).run(arrivals)
     assert outcome.states.keys() == {"succeeded"}, outcome.states
     num_others = sum(arrival.prompt_tokens for arrival in others)
@@ -423,18 +403,22 @@ def main() -> int:
     parser.add_argument("--at-a-time", type=int, default=6, help="of real conversations")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0, help="of simulated ones, in a second")
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
+    parser.add_argument("--blocks", type=int, default=8192, help="of a simulated worker's cache")
+    parser.add_argument("--variant", action="append", choices=REAL | SIMULATED, help="default: all")
     parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args()
-    rounds = {name: list[Round]() for name in given.variant or VARIANTS}
+    is_simulated = given.measurement == "simulated"
+    variants = SIMULATED if is_simulated else REAL
+    rounds = {name: list[Round]() for name in given.variant or variants}
     turns = (1, 1) if given.measurement == "uniform" else _TURNS
     for number in range(given.rounds):
         for name, found in rounds.items():
-            if given.measurement == "simulated":
-                found.append(run_simulated(name, given.conversations, given.rate, number))
+            if is_simulated:
+                sizes = given.conversations, given.rate, given.blocks
+                found.append(run_simulated(variants[name], *sizes, number))
             else:
                 spoken = conversations_of(given.conversations, f"{number}", turns)
-                found.append(asyncio.run(run_real(VARIANTS[name], spoken, 2, given.at_a_time)))
+                found.append(asyncio.run(run_real(variants[name], spoken, 2, given.at_a_time)))
             print(name, found[-1], file=sys.stderr, flush=True)
     result = {name: [asdict(each) for each in of] for name, of in rounds.items()}
     write(result, rounds_table(rounds), given.json)

@@ -99,8 +99,8 @@ _FLEET = {
     ),
     "without": opts.Option(
         "left out, to compare: claims that look where content lies (residence), names of sessions "
-        "in calls (sessions)",
-        opts.Value(names_of(("residence", "sessions")), "NAMES"),
+        "in calls (sessions), blocks that stay while a tool runs (retention)",
+        opts.Value(names_of(("residence", "sessions", "retention")), "NAMES"),
         (),
     ),
 }

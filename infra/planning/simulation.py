@@ -46,8 +46,9 @@ _MAX_RETRY_AFTER_S = 60.0  # openai's client then waits by itself
 _BACKOFF_S = 0.5, 8.0  # its first and its longest wait
 _WANTED_S = 600.0  # a refused caller may come again in so long
 
-# Claims that look where content lies; the names of sessions in calls.
-Part = Literal["residence", "sessions"]
+# Claims that look where content lies; the names of sessions in calls; blocks that stay over a
+# pause, as every turn but a session's last one calls a tool.
+Part = Literal["residence", "sessions", "retention"]
 FaultKind = Literal["kill", "engine", "spot", "pause", "roll"]
 
 
@@ -285,6 +286,9 @@ class Simulation:
                 self._at(self.now_s + turn.arrival_s, self._begin_turn, turn)
         self._is_last()
 
+    def _calls_tool(self, job_id: str) -> bool:
+        return job_id in self._calls and self._calls[job_id].arrival.then is not None
+
     def _is_last(self) -> None:
         self._is_over = not (self._calls or self._num_coming)
 
@@ -331,6 +335,8 @@ class Simulation:
             if job is not None:
                 worker.holding.end(job, str(item.fin or verdict))
                 worker.model.lengths.pop(item.job_id, None)
+            if item.fin and "retention" not in self._without and self._calls_tool(item.job_id):
+                worker.engine.stop_choice(item.job_id, item.epoch, 0, pauses=True)
             if verdict != Verdict.FENCED:
                 self._end_call(item.job_id, item.fin or str(verdict))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.claims import claim_us
-from bench.conversations import Turn, conversations_of, ideal_tokens, run_simulated
+from bench.conversations import SIMULATED, Turn, conversations_of, ideal_tokens, run_simulated
 
 
 @given(st.integers(0, 1000))
@@ -51,7 +51,8 @@ def test_conversations_are_the_same_by_their_seed() -> None:
 @pytest.mark.campaign
 def test_simulated_workers_find_nearly_the_ideal_where_claims_look() -> None:
     blind, looking = (
-        run_simulated(name, 8, 4.0, 0) for name in ("claims do not look", "prefixes, sessions")
+        run_simulated(SIMULATED[name], 8, 4.0, 8192, 0)
+        for name in ("claims do not look", "prefixes, sessions, retention")
     )
     assert blind.ideal == looking.ideal
     assert blind.of_ideal < 0.5

@@ -346,6 +346,15 @@ def test_found_and_computed_tokens_are_all_of_the_prompts(
     assert least <= found["prompt_tokens_found"] / num_shared <= most
 
 
+def test_more_is_found_of_a_full_cache_where_pauses_retain_blocks(server: EmbeddedRedis) -> None:
+    """Single prompts would take the blocks of sessions whose tools run."""
+    others = [Arrival(1.0 + i / 20, 400, 4) for i in range(200)]
+    arrivals = sorted([*sessions(20, 1), *others], key=lambda arrival: arrival.arrival_s)
+    fleet = fleet_of(num_blocks=160)
+    kept, lost = (run(server, arrivals, fleet=fleet, without=w) for w in ((), ("retention",)))
+    assert kept.num_found > 1.1 * lost.num_found
+
+
 def test_sessions_are_the_same_by_their_seed(server: EmbeddedRedis) -> None:
     once, again, other = (
         run(server, sessions(20, seed), fleet=fleet_of(2)).as_dict() for seed in (1, 1, 2)
