@@ -96,10 +96,11 @@ function queue.find_fit(tag, key, room, skipped, fair, paused, look)
       elseif is_paused then
         num_paused, is_first = num_paused + 1, false
       elseif job[1] == 'queued' and cost / choices <= room then
-        local found = {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+        local marks = look and job[6]
+        local found = {key = key, entry = entry[1], id = id, cost = cost, choices = choices, marks = marks,
           is_first = is_first,
           tenant = fair and job[5]}
-        local where = look and job[6] and residence.judge(look, id, job[6])
+        local where = marks and residence.judge(look, id, marks)
         if other and where == 'here' and place_of(tag, id) == place_of(tag, other.id) then
           table.insert(skipped, other.id)
           return found
@@ -203,7 +204,8 @@ local function find_early(tag, key, room, skipped, look)
       redis.call('ZREM', early, member)
     elseif cost / choices <= room then
       if not look or not job[6] or residence.judge(look, id, job[6]) ~= 'left' then
-        return {key = key, entry = job[2], id = id, cost = cost, choices = choices, is_first = false}
+        return {key = key, entry = job[2], id = id, cost = cost, choices = choices,
+          marks = look and job[6], is_first = false}
       end
     elseif tonumber(job[3] or 0) >= MAX_PASSED then
       return nil, id
@@ -288,9 +290,8 @@ function queue.claim_job(tag, found, incarnation, lease_ms, now, config, keeps)
     'attempt', job.attempt, 'config', config, 'charged', job.charged, 'keeps', keeps and '1' or '',
     'claimed', job.claimed or now, 'runs', string.sub(string.format('%s%d %d %s\n', job.runs or '',
       now, job.next, incarnation), -MAX_RUNS_BYTES))
-  if keeps and job.marks then
-    local session = string.sub(job.marks, 1, MARK)
-    if session ~= NONE then residence.note(tag, job.model, incarnation, session, now) end
+  if keeps and found.marks and string.sub(found.marks, 1, MARK) ~= NONE then
+    residence.note(tag, job.model, incarnation, string.sub(found.marks, 1, MARK), now)
   end
   totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end

@@ -57,11 +57,17 @@ function residence.note(tag, model, incarnation, marks, now)
   redis.call('PEXPIRE', key, MAX_MINUTES * MINUTE_MS)
 end
 
+-- The marks of a job's prompt; nil where its worker keeps no prefixes.
+local function kept_marks(job)
+  local marks, keeps = unpack(redis.call('HMGET', job.key, 'marks', 'keeps'))
+  return keeps == '1' and string.sub(marks or '', MARK + 1) or nil
+end
+
 -- Notes a job's prompt: what is deeper than a quarter of it, and the first mark, without which none is looked
 -- for.
 function residence.note_prompt(tag, job, now)
-  local marks = string.sub(job.marks or '', MARK + 1)
-  if job.keeps ~= '1' or marks == '' then return end
+  local marks = kept_marks(job)
+  if not marks or marks == '' then return end
   local deeper = math.max(MARK, #marks - 2 * PER_DOUBLING * MARK)
   marks = string.sub(marks, 1, MARK) .. string.sub(marks, deeper + 1)
   residence.note(tag, job.model, job.owner, marks, now)
@@ -69,8 +75,9 @@ end
 
 -- Notes what a worker holds of a job at its end: `marks` of the prompt, and of its answer behind it.
 function residence.note_answer(tag, job, marks, now)
-  local answer = string.sub(marks, math.max(0, #(job.marks or '') - MARK) + 1)
-  if job.keeps == '1' and answer ~= '' then residence.note(tag, job.model, job.owner, answer, now) end
+  local of_prompt = kept_marks(job)
+  local answer = of_prompt and string.sub(marks, #of_prompt + 1) or ''
+  if answer ~= '' then residence.note(tag, job.model, job.owner, answer, now) end
 end
 
 -- The live workers of a hint; nil where it is none, or too old. `look`: of a claim, remembers who lives.
@@ -103,7 +110,7 @@ end
 local function preferred(look, marks)
   local session, of_session = string.sub(marks, 1, MARK), nil
   if session ~= NONE then
-    local hint = redis.call('HGET', hints_key(look.tag, look.model), session)
+    local hint = redis.call('HGET', look.key, session)
     of_session = living(look.tag, look.model, hint, look.now, look)
   end
   local holders, tokens = residence.find(look.tag, look.model, marks, look.now, look)
@@ -126,7 +133,7 @@ end
 -- What a claim knows of residence. `token_us`: what a token of a prompt takes the worker.
 function residence.look(tag, model, incarnation, token_us, now)
   return {tag = tag, model = model, incarnation = incarnation, token_us = token_us, now = now,
-    lives = {}, loads = {}, verdicts = {}, num_judged = 0}
+    key = hints_key(tag, model), num_judged = 0}
 end
 
 local function judged(look, id, marks)
@@ -158,6 +165,10 @@ end
 -- A holder has room while it is not much fuller than this worker, by what would be saved. A job is left for
 -- as long as its tokens that are found would take here: `look.again_ms` is when it is left no more.
 function residence.judge(look, id, marks)
+  local is_known = string.sub(marks, 1, MARK) ~= NONE
+    or redis.call('HGET', look.key, string.sub(marks, MARK + 1, 2 * MARK))
+  if not is_known then return nil end  -- most prompts
+  if not look.verdicts then look.lives, look.loads, look.verdicts = {}, {}, {} end
   if look.verdicts[id] == nil then
     look.num_judged = look.num_judged + 1
     look.verdicts[id] = look.num_judged <= MAX_JUDGED and judged(look, id, marks) or false

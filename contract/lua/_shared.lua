@@ -68,7 +68,7 @@ local NUMBERS = {
 }
 local JOB_FIELDS = {
   'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
-  'passing', 'batch_price', 'cached_price', 'runs', 'steered', 'channel', 'marks', 'keeps',
+  'passing', 'batch_price', 'cached_price', 'runs', 'steered', 'channel',
 }
 for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
 for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end

@@ -76,13 +76,15 @@ local function lanes_of(tag, argv, paused)
   return lanes
 end
 
--- Whether a job may wait in one of the lanes: one command in place of two for each lane. The last
+-- Whether a job may wait in one of the lanes with slots left: one command in place of two for each lane. The last
 -- search of a claim mostly finds none.
-local function has_waiting(tag, model, lanes)
+local function has_waiting(tag, model, lanes, num_filled)
   local keys = {}
   for _, lane in ipairs(lanes) do
-    table.insert(keys, lane_key(tag, 'back', model, lane.name))
-    table.insert(keys, lane_key(tag, 'active', model, lane.name))
+    if lane.slots > num_filled or lane.slots == 0 and lane.fair then
+      table.insert(keys, lane_key(tag, 'back', model, lane.name))
+      table.insert(keys, lane_key(tag, 'active', model, lane.name))
+    end
   end
   return #keys > 0 and redis.call('EXISTS', unpack(keys)) > 0
 end
@@ -197,7 +199,7 @@ local function claim(keys, argv)
   local claimed, num_filled, num_beyond, searched, look = {}, 0, 0, nil, nil
   while true do
     local skipped, found, lane = {}, nil, nil
-    if has_waiting(tag, model, lanes) then
+    if has_waiting(tag, model, lanes, num_filled) then
       if not searched then
         searched = ab.searched(tag, model, is_candidate ~= '', now)
         look = token_us ~= '' and residence.look(tag, model, incarnation, tonumber(token_us), now)
@@ -223,7 +225,7 @@ local function claim(keys, argv)
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       record_claim(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
-      if look then look.loads[incarnation] = nil end
+      if look and look.loads then look.loads[incarnation] = nil end
     end
     if num_beyond == MAX_BEYOND then
       redis.call('PUBLISH', tag .. ':wake:' .. model, lane)
