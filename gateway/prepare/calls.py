@@ -24,7 +24,7 @@ from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deci
 from gateway.prepare.generation import prepare_generation
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import SHOWN, ChatBody, CompletionBody
-from gateway.prepare.unsupported import SESSION, CallFields
+from gateway.prepare.unsupported import MAX_SESSION, SESSION, CallFields
 from gateway.prepare.vectors import prepare_vectors
 from gateway.redis.broker import Broker
 from gateway.redis.known_models import NotAnnounced, model_failed
@@ -78,7 +78,7 @@ async def prepare_call(
 def session_of(body: CallFields, submission: Submission) -> str:
     """The session that a call names: `prompt_cache_key`, or that in its metadata; "": none."""
     metadata = {**(body.metadata or {}), **submission.metadata}
-    return body.prompt_cache_key or metadata.get(SESSION, "")
+    return (body.prompt_cache_key or metadata.get(SESSION, ""))[:MAX_SESSION]
 
 
 async def _prepare_prompts(

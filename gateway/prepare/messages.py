@@ -239,7 +239,8 @@ class PromptBody(CallFields):
         """The session that the call names; where it has breakpoints, what its conversation begins
         with, up to the first of the user."""
         if self.prompt_cache_key or SESSION in (self.metadata or ()):
-            return self.prompt_cache_key or str((self.metadata or {})[SESSION])[:MAX_SESSION]
+            named = self.prompt_cache_key or str((self.metadata or {})[SESSION])
+            return named[:MAX_SESSION]
         blocks = itertools.chain(*(message.content for message in self.messages))
         parts = itertools.chain[Part | ToolParam](self.system or (), self.tools or (), blocks)
         if all(each.cache_control is None for each in (self, *parts)):

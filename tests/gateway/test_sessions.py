@@ -45,6 +45,20 @@ async def test_calls_that_name_a_session_are_one(
     assert NONE not in found
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_long_name_is_cut(
+    http: httpx.AsyncClient, idle_worker: FakeWorker, path: str
+) -> None:
+    """A job keeps it. Where metadata is kept as well, its values are short."""
+    for length in (511, 600, 70_000):
+        answer = await called(http, path, metadata={"session": length * "s"})
+        if answer.is_success:
+            assert len((await idle_worker.claim()).job.session) == min(length, 512)
+        else:
+            assert answer.status_code == 400
+            assert length > 512
+
+
 async def test_the_metadata_of_a_job_names_one(
     http: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
