@@ -216,6 +216,7 @@ class Round:
     tokens_per_s: float
     other_first_p50_s: float
     other_token_s: float
+    answers: int = 0  # a hash of all that agents were told
 
     @property
     def of_ideal(self) -> float:
@@ -296,6 +297,7 @@ async def run_real(
         tokens_per_s=sum(len(t.output_ids) for t in (*turns, *others)) / wall_s,
         other_first_p50_s=percentile([t.ttft_s for t in others], 0.5) or 0.0,
         other_token_s=percentile(others_s, 0.5) or 0.0,
+        answers=sum(hash((turn.prompt_ids, turn.output_ids)) for turn in turns),
     )
 
 
@@ -421,7 +423,8 @@ def main() -> int:
                 found.append(asyncio.run(run_real(variants[name], spoken, 2, given.at_a_time)))
             print(name, found[-1], file=sys.stderr, flush=True)
     result = {name: [asdict(each) for each in of] for name, of in rounds.items()}
-    write(result, rounds_table(rounds), given.json)
+    are_equal = all(len({r.answers for r in at}) == 1 for at in zip(*rounds.values(), strict=True))
+    write(result, f"{rounds_table(rounds)}\n\nanswers equal: {are_equal}", given.json)
     return 0
 
 
