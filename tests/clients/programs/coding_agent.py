@@ -67,7 +67,8 @@ def read_result(printed: str) -> tuple[str, int]:
     report = json.loads(printed)
     report = report[-1] if isinstance(report, list) else report
     assert report["num_turns"] == 3, report
-    return report["result"], report["usage"]["input_tokens"]
+    used = report["usage"]
+    return report["result"], used["input_tokens"] + used["cache_read_input_tokens"]
 
 
 def read_codex(printed: str) -> tuple[str, int]:
@@ -79,8 +80,8 @@ def read_codex(printed: str) -> tuple[str, int]:
 def read_opencode(printed: str) -> tuple[str, int]:
     parts = [json.loads(line)["part"] for line in printed.splitlines()]
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    steps = [part["tokens"]["input"] for part in parts if part["type"] == "step-finish"]
-    return texts[-1], sum(steps)
+    steps = [part["tokens"] for part in parts if part["type"] == "step-finish"]
+    return texts[-1], sum(step["input"] + step["cache"]["read"] for step in steps)
 
 
 AGENTS = {
