@@ -95,9 +95,11 @@ def _tokens(result: Any) -> dict[int, tuple[int, ...]]:
 
 
 def _lasting(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result without what differs between two runs: ids and the time."""
+    """A result without what differs between two runs: ids, the time, what caches had."""
     response = result["response"]
     body = {k: v for k, v in response["body"].items() if k not in ("id", "created")}
+    if "usage" in body:
+        body["usage"] = {k: v for k, v in body["usage"].items() if k != "prompt_tokens_details"}
     return {
         "error": result["error"],
         "response": {"status_code": response["status_code"], "body": body},
