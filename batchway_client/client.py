@@ -207,7 +207,7 @@ class Client(_Calls[Job, Iterator[Job], Iterator[Event], Mapping[str, Any], None
                     parser = Parser()
                     for data in answer.iter_bytes():
                         yield from position.take(parser.feed(data))
-                        if position.is_end:
+                        if position.is_end or parser.is_empty:
                             return
             except (httpx.TransportError, Unavailable) as exc:
                 lost = exc
@@ -289,7 +289,7 @@ class AsyncClient(
                     async for data in answer.aiter_bytes():
                         for event in position.take(parser.feed(data)):
                             yield event
-                        if position.is_end:
+                        if position.is_end or parser.is_empty:
                             return
             except (httpx.TransportError, Unavailable) as exc:
                 lost = exc

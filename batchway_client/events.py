@@ -31,10 +31,12 @@ class Event:
 
 
 class Parser:
-    """Splits the bytes of one connection into events. `is_done`: the last one, [DONE], has come."""
+    """Splits the bytes of one connection into events. `is_done`: the last one, [DONE], has come;
+    `is_empty`: as the first one, as nothing follows the event that was asked for."""
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done = self.is_empty = False
+        self._num_events = 0
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Event]:
@@ -45,7 +47,9 @@ class Parser:
             fields = {name: value.removeprefix(" ") for name, _, value in lines if name}
             text = fields.get("data")  # a comment has none
             self.is_done |= text == _DONE
+            self.is_empty |= text == _DONE and not self._num_events
             if text is not None and text != _DONE:
+                self._num_events += 1
                 yield Event(fields.get("event", "message"), json.loads(text), fields.get("id"))
 
 

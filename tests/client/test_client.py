@@ -109,6 +109,20 @@ async def test_a_broken_blocking_stream_is_resumed(worker: FakeWorker, gateway_u
     assert await asyncio.to_thread(follow) == "".join(WORDS)
 
 
+async def test_nothing_follows_the_end(worker: FakeWorker, gateway_url: str) -> None:
+    """A reader that was killed behind the last event asks for what comes after it."""
+    async with AsyncClient(gateway_url) as client:
+        job = await client.submit("/v1/completions", BODY)
+        ids = [event.id async for event in client.events(job.id) if event.id]
+        assert [event async for event in client.events(job.id, after=ids[-1])] == []
+
+    def read() -> list[Event]:
+        with Client(gateway_url) as blocking:
+            return list(blocking.events(job.id, after=ids[-1]))
+
+    assert await asyncio.to_thread(read) == []
+
+
 async def test_client_errors_are_distinguished(idle_worker: FakeWorker, gateway_url: str) -> None:
     """By exception, with the gateway's code and the wrong field."""
     async with AsyncClient(gateway_url) as client:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 MODEL = "m"
 PROMPT = list(range(40, 90))
+_OF_A_RUN = ("id", "created", "rank", "prompt_tokens_details")
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "logprobs": 2},
     "sampled, three choices": {"temperature": 1, "n": 3, "seed": 5},
@@ -45,7 +46,7 @@ def ask(url: str, change: dict[str, Any]) -> Any:
 def _lasting(value: Any) -> Any:
     """Rounds log probabilities, in which float32 arithmetic differs."""
     if isinstance(value, dict):
-        return {k: _lasting(v) for k, v in value.items() if k not in ("id", "created", "rank")}
+        return {k: _lasting(v) for k, v in value.items() if k not in _OF_A_RUN}
     if isinstance(value, list):
         return [_lasting(one) for one in value]
     return round(value, 2) if isinstance(value, float) else value
