@@ -6,10 +6,16 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from contract.function_types import MAX_CLAIM, FairRoom, LaneRoom
+from contract.function_types import MAX_CLAIM, Claimed, FairRoom, LaneRoom
+from contract.functions import Functions
 from contract.jobs import FinishReason
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.test_residence import HELD, beat, run, submit
+from tests.contract.test_residence import job_of as job_of_residence
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
+from tests.hash_worker import hash_worker_settings
 from tests.workers.held import hold, job_of
+from tests.workers.test_worker_broker import Clock
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -20,8 +26,10 @@ from workers.ipc.messages import (
     TokenOut,
 )
 from workers.lanes import Lane
+from workers.supervisor.claims import POLL_S, Claims
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.worker_broker import WorkerBroker
 
 NUM_PLACES = 4
 READY = EngineReady(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)
@@ -320,3 +328,30 @@ def test_fixed_batches_are_not_displaced(holding: Holding, changes: dict[str, ob
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
     assert places_of(holding) == {}
+
+
+@pytest.mark.anyio
+async def test_a_worker_without_room_does_not_ask_again_for_what_it_left(
+    holding: Holding, functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """It would ask at once, over and over, as the time to ask again has passed."""
+    clock = Clock()
+    settings = hash_worker_settings(redis_server.url)
+    broker = WorkerBroker(settings, "b", clock)
+    claims = Claims(settings, broker, holding, clock)
+
+    async def taken(claimed: list[Claimed]) -> None:
+        assert not claimed
+
+    for worker in ("a", "b"):
+        await beat(functions, worker)
+    await run(functions, "a", job_of_residence(HELD))
+    await submit(functions, job_of_residence((*HELD, 9)))
+    await claims.claim_while_room(taken, lambda: False)
+    assert 0 < claims.rest_s < POLL_S
+    clock.now_s += 10
+    holding.engine.forget()
+    assert not claims.rooms()
+    await claims.claim_while_room(taken, lambda: False)
+    await broker.aclose()
+    assert claims.rest_s > 0

@@ -64,6 +64,7 @@ class Claims:
         it has left to fill. Raises BrokerUnavailable, WireError, CommandDenied, and what `start`
         raises."""
         await self.recover(start)
+        self._again_s = math.inf  # a worker without room has nothing to ask again
         while not is_over():
             rooms = self.rooms()
             if not rooms:
